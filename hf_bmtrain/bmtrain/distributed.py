@@ -25,17 +25,23 @@ _OPERATIONS = ("sum", "avg", "max", "min", "prod")
 
 
 def all_gather(x: torch.Tensor, comm: Any = None) -> torch.Tensor:
-    """Stack the tensors of all ranks along a new dimension 0. Differentiable. Collective: every rank must call it.
+    """Stack the tensors of all ranks along a new dimension 0. Differentiable.
+
+    Collective: every rank must call it, and run its backward. On rank r, the gradient of `x` is row r of the sum (not
+    the mean) of all ranks' gradients of the result. With `config["tp_comm"]`, it is row r of this rank's own gradient,
+    because those ranks compute one loss together.
 
     Args:
         x: (...), any dtype; shape and dtype must be equal on all ranks.
-        comm: a communicator from `config`, such as `config["tp_comm"]`, or None for all ranks. With a communicator,
-            "all ranks" means the ranks of its group, "world size" their number, and "rank" the index in this group.
+        comm: None gathers from all ranks. `config["tp_comm"]` or `config["tp_zero_comm"]` gathers from the ranks of
+            this rank's group only: rank r is the one with index r in the group, and the world size is the size of the
+            group. Even then, every rank of the world must call the function.
 
     Returns:
-        (world size, ...), a new tensor on the device of `x`, equal on all ranks.
+        (world size, ...), a new tensor on the device of `x`. Row r is the `x` of rank r.
 
     Raises:
+        NotImplementedError: `comm` is not a communicator from `config`.
         ValueError: on every rank, if shapes or dtypes differ.
     """
     ranks = _ranks(comm)
@@ -44,18 +50,25 @@ def all_gather(x: torch.Tensor, comm: Any = None) -> torch.Tensor:
 
 
 def all_reduce(x: torch.Tensor, op: str = "sum", comm: Any = None) -> torch.Tensor:
-    """Reduce a tensor over all ranks, element by element. Differentiable. Collective: every rank must call it.
+    """Reduce a tensor over all ranks, element by element. Differentiable.
+
+    Collective: every rank must call it, and run its backward. Backward adds up the gradients that all ranks have of the
+    result. For "sum", the gradient of `x` is this total g. For "avg", it is g / world size. For "max" and "min", it is
+    g on the rank that has the maximum or minimum (divided evenly if several ranks have it), and 0 on others. For
+    "prod", it is g times the product of the other ranks' values. With `config["tp_comm"]`, g is this rank's own
+    gradient instead of a total, because those ranks compute one loss together.
 
     Args:
         x: (...); shape and dtype must be equal on all ranks. The dtypes bool, int16 and complex are not supported.
-        op: "sum", "avg", "max", "min" or "prod". "avg" needs a floating dtype. If several ranks have the maximum or
-            minimum, its gradient is divided evenly between them, as in torch.amax.
-        comm: a communicator from `config`, or None for all ranks (as in `all_gather`).
+        op: "sum", "avg", "max", "min" or "prod". "avg" needs a floating dtype.
+        comm: None for all ranks, or `config["tp_comm"]` or `config["tp_zero_comm"]` for the ranks of this rank's group.
+            Even then, every rank of the world must call the function.
 
     Returns:
         (...), a new tensor on the device of `x`, equal on all ranks.
 
     Raises:
+        NotImplementedError: `comm` is not a communicator from `config`.
         ValueError: `op` is unknown or cannot reduce this dtype; or shapes or dtypes differ between the ranks, in which
             case every rank raises it.
     """
@@ -82,17 +95,23 @@ def _all_reduce(ranks: _Ranks, x: torch.Tensor, op: str) -> torch.Tensor:
 def reduce_scatter(x: torch.Tensor, op: str = "sum", comm: Any = None) -> torch.Tensor:
     """Reduce a tensor over all ranks and return this rank's part of dimension 0. Differentiable.
 
-    Collective: every rank must call it.
+    Collective: every rank must call it, and run its backward. For "sum", the gradient of `x` is the concatenation of
+    all ranks' gradients of their results. For "avg", it is that divided by the world size. For "max", "min" and "prod",
+    it is distributed over the ranks as in `all_reduce`.
 
     Args:
-        x: (world size * n, ...); shape and dtype must be equal on all ranks.
-        op: "sum", "avg", "max", "min" or "prod", as in `all_reduce`.
-        comm: a communicator from `config`, or None for all ranks (as in `all_gather`).
+        x: (world size * n, ...); shape and dtype must be equal on all ranks. The dtypes bool, int16 and complex are not
+            supported.
+        op: "sum", "avg", "max", "min" or "prod". "avg" needs a floating dtype.
+        comm: None for all ranks, or `config["tp_comm"]` or `config["tp_zero_comm"]` for the ranks of this rank's group;
+            the rank is the index in the group, and the world size is the size of the group. Even then, every rank of
+            the world must call the function.
 
     Returns:
-        (n, ...), the rows from rank * n up to, but not including, (rank + 1) * n of the reduced tensor.
+        (n, ...), rows rank * n to (rank + 1) * n - 1 of the reduced tensor, on the device of `x`.
 
     Raises:
+        NotImplementedError: `comm` is not a communicator from `config`.
         ValueError: the size of dimension 0 is not a multiple of the world size; `op` is unknown or cannot reduce this
             dtype; or shapes or dtypes differ between the ranks, in which case every rank raises it.
     """
@@ -110,17 +129,24 @@ def reduce_scatter(x: torch.Tensor, op: str = "sum", comm: Any = None) -> torch.
 
 
 def broadcast(x: torch.Tensor, root: int, comm: Any = None) -> torch.Tensor:
-    """Return one rank's tensor on every rank. Differentiable. Collective: every rank must call it.
+    """Return one rank's tensor on every rank. Differentiable.
+
+    Collective: every rank must call it, and run its backward. On the rank `root`, the gradient of `x` is the sum (not
+    the mean) of all ranks' gradients of the result. On the others it is 0. With `config["tp_comm"]`, it is the root's
+    own gradient instead of the sum, because those ranks compute one loss together.
 
     Args:
-        x: (...), any dtype; shape and dtype must be equal on all ranks.
-        root: the rank whose `x` is returned; with `comm`, its index in the communicator's group.
-        comm: a communicator from `config`, or None for all ranks (as in `all_gather`).
+        x: (...), any dtype; shape and dtype must be equal on all ranks. Only the values on the rank `root` are used.
+        root: the rank whose `x` is returned. If `comm` selects a group, the rank's index in that group.
+        comm: None for all ranks, or `config["tp_comm"]` or `config["tp_zero_comm"]` for the ranks of this rank's group.
+            Even then, every rank of the world must call the function.
 
     Returns:
         (...), a new tensor on the device of `x`.
 
     Raises:
+        NotImplementedError: `comm` is not a communicator from `config`.
+        TypeError: `root` is not an integer.
         ValueError: `root` is not a rank; or shapes or dtypes differ between the ranks, in which case every rank raises
             it.
     """
@@ -283,16 +309,22 @@ def sum_loss(loss: torch.Tensor, comm: Any = None) -> torch.Tensor:
     Collective: every rank must call it. Despite its name, it returns the mean, as in BMTrain. For logging, keep
     `.item()` or `.detach()` of the result, because the result itself keeps the autograd graph of the forward in memory.
 
+    Training does not need it: if every rank calls `loss.backward()`, sharded parameters get the gradients of the mean.
+    If every rank calls backward on the result instead, they get the same gradients. The gradient of `loss` is the sum
+    of all ranks' gradients of the result, divided by the world size; with `config["tp_comm"]`, it is this rank's own
+    gradient, divided by the size of the group.
+
     Args:
-        loss: (...), a scalar or a tensor whose shape and dtype are equal on all ranks.
-        comm: a communicator from `config`, or None for all ranks (as in `all_gather`).
+        loss: a scalar on every rank, or (...) with equal shape and dtype on all ranks.
+        comm: None for all ranks, or `config["tp_comm"]` or `config["tp_zero_comm"]` for the ranks of this rank's group.
+            Even then, every rank of the world must call the function.
 
     Returns:
-        (...) float32, on the device of `loss`. If every rank calls backward on it, sharded parameters get the gradients
-        of the mean.
+        (...) float32, on the device of `loss`.
 
     Raises:
-        ValueError: on every rank, if shapes or dtypes differ.
+        NotImplementedError: `comm` is not a communicator from `config`.
+        ValueError: on every rank, if shapes or dtypes differ. Scalars are not compared.
     """
     ranks = _ranks(comm)
     _check_tensor("sum_loss", "loss", loss)
@@ -310,7 +342,7 @@ def gather_result(result: torch.Tensor) -> torch.Tensor:
         result: (n, ...); shape and dtype must be equal on all ranks. A scalar is treated as shape (1,).
 
     Returns:
-        (world size * n, ...), on the device of `result`.
+        (world size * n, ...), a new tensor on the device of `result`, equal on all ranks.
 
     Raises:
         ValueError: on every rank, if shapes or dtypes differ.

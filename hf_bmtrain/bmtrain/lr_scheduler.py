@@ -20,13 +20,18 @@ STATE = ("start_lr", "warmup_iter", "end_iter", "num_iter")
 
 
 class WarmupLRScheduler:
-    """Base class of the learning-rate schedules: a linear warm-up, then a decay.
+    """Base class of the learning-rate schedules: a linear warm-up, then a decay that the subclass defines.
 
-    A subclass defines the decay in `get_lr_decay`.
+    At step t, the learning rate is `get_lr_warmup(t)` while t < warmup_iter, and `get_lr_decay(t)` from then on. Step 0
+    is the first update. With a warm-up, its learning rate is 0, as in BMTrain.
+
+    The constructor sets the learning rate of step `num_iter`. Each call of `step()` goes to the next step and sets its
+    learning rate. Call it after every step of the optimizer, or pass the schedule to `OptimManager.add_optimizer`; the
+    manager then calls it.
 
     Args:
-        optimizer: the optimizer. The learning rate of all its `param_groups` is set now and in every `step()`.
-        start_lr: the peak learning rate.
+        optimizer: the optimizer. The schedule sets the learning rate of all its `param_groups`.
+        start_lr: the learning rate at the end of the warm-up (`Noam` scales it).
         warmup_iter: the number of warm-up steps; 0 for none.
         end_iter: the step at which the decay ends. Schedules whose decay does not end ignore it (-1 is customary).
         num_iter: the number of steps already taken; not 0 if training resumes.
@@ -35,8 +40,9 @@ class WarmupLRScheduler:
         current_lr: the learning rate that was set last.
 
     Raises:
+        TypeError: a setting is not a number.
         ValueError: `optimizer` has no `param_groups`, `start_lr` is negative or not finite, `warmup_iter` or `num_iter`
-            is negative, or `end_iter` is too small for this schedule.
+            is negative or not finite, or `end_iter` is not finite or is too small for this schedule.
     """
 
     own_state: tuple[str, ...] = ()  # names of the attributes that a subclass adds to the state dict
@@ -53,10 +59,11 @@ class WarmupLRScheduler:
         self.step(num_iter)
 
     def check(self) -> None:
-        """Check the arguments of the schedule. `__init__` and `load_state_dict` call this method.
+        """Check the settings of the schedule. `__init__` and `load_state_dict` call this method.
 
         Raises:
-            TypeError, ValueError: an argument has the wrong type or is out of range.
+            TypeError: a setting is not a number.
+            ValueError: a setting is out of range.
         """
         expect_number("start_lr", self.start_lr, "finite and at least 0", lambda rate: 0 <= rate < math.inf)
         expect_number("num_iter", self.num_iter, "finite and at least 0", lambda steps: 0 <= steps < math.inf)
@@ -67,13 +74,21 @@ class WarmupLRScheduler:
         )
 
     def get_lr_warmup(self, num_iter: int) -> float:
-        """Return the learning rate at step `num_iter` of the warm-up: start_lr * num_iter / warmup_iter."""
+        """Return the learning rate at a step of the warm-up: start_lr * num_iter / warmup_iter.
+
+        Args:
+            num_iter: the step, from 0 to warmup_iter - 1.
+        """
         return self.start_lr * num_iter / self.warmup_iter
 
     def get_lr_decay(self, num_iter: int) -> float:
-        """Return the learning rate at step `num_iter`, after the warm-up. Subclasses must override this method.
+        """Return the learning rate at a step after the warm-up. Subclasses must override this method.
 
-        `num_iter` counts from the start of training, not from the end of the warm-up.
+        The result is the learning rate itself, not a factor of `start_lr`.
+
+        Args:
+            num_iter: the step, at least `warmup_iter`. It counts from the start of training, not from the end of the
+                warm-up.
 
         Raises:
             NotImplementedError: the subclass does not override it.
@@ -81,17 +96,20 @@ class WarmupLRScheduler:
         raise NotImplementedError
 
     def get_lr(self) -> float:
-        """Return the learning rate at the current step."""
+        """Return the learning rate at the current step, `num_iter`, without setting it in the optimizer."""
         formula = self.get_lr_warmup if self.num_iter < self.warmup_iter else self.get_lr_decay
         return formula(self.num_iter)
 
     def step(self, num_iter: int | None = None) -> None:
-        """Advance the schedule and set the optimizer's learning rate.
+        """Go to the next step and set its learning rate in the optimizer. Call it after every step of the optimizer.
+
+        An OptimManager to which the schedule was added calls it; in that case, do not call it yourself.
 
         Args:
             num_iter: the step to go to, counted from the start of training. None for the step after the current one.
 
         Raises:
+            TypeError: `num_iter` is neither a number nor None.
             ValueError: `num_iter` is negative or not finite.
         """
         if num_iter is None:
@@ -106,18 +124,26 @@ class WarmupLRScheduler:
                 group["lr"] = self.current_lr
 
     def state_dict(self) -> dict[str, float]:
-        """Return a dict with the schedule's arguments and the current step, by name."""
+        """Return the schedule's settings and its current step, for `load_state_dict`.
+
+        Returns:
+            A dict with the keys "start_lr", "warmup_iter", "end_iter" and "num_iter" (the current step), and for
+            `Exponential` also "gamma".
+        """
         return {name: getattr(self, name) for name in (*STATE, *self.own_state)}
 
     def load_state_dict(self, state_dict: dict[str, float]) -> None:
-        """Continue a schedule from a saved state, and set the optimizer's learning rate.
+        """Replace the schedule's settings and its step by saved ones, and set the learning rate in the optimizer.
+
+        If an error is raised, the schedule does not change.
 
         Args:
-            state_dict: the result of `state_dict()` of a schedule of the same class, of this package or of BMTrain.
-                The state of BMTrain's `Exponential` has no `gamma`; the present value is then kept.
+            state_dict: the result of `state_dict()` of a schedule of the same class, of this package or of BMTrain. The
+                state of BMTrain's `Exponential` has no `gamma`, so the present `gamma` is kept.
 
         Raises:
-            ValueError: `state_dict` is not from a schedule of this class. The schedule is then not changed.
+            TypeError: `state_dict` is not a dict, or a value in it is not a number.
+            ValueError: `state_dict` is not from a schedule of this class, or a value in it is out of range.
         """
         expect_kind("state_dict", state_dict, dict, "a dict that a schedule's state_dict() returned")
         missing = sorted(set(STATE) - set(state_dict))
@@ -138,65 +164,89 @@ class WarmupLRScheduler:
 
 
 class NoDecay(WarmupLRScheduler):
-    """Schedule with a constant learning rate s after the warm-up.
+    """Schedule with a linear warm-up, then a constant learning rate.
+
+    At step t, the learning rate is s * t / w while t < w, and s from then on.
 
     Args:
         optimizer: the optimizer whose `param_groups` receive the learning rate.
-        start_lr: s, the peak learning rate.
+        start_lr: s, the learning rate at the end of the warm-up.
         warmup_iter: w, the number of warm-up steps; 0 for none.
         end_iter: ignored (-1 is customary).
-        num_iter: t, the number of steps taken already.
+        num_iter: the step t at which to begin; not 0 if training resumes.
 
     Raises:
-        ValueError: an argument is out of range.
+        TypeError: a setting is not a number.
+        ValueError: a setting is out of range, or `optimizer` has no `param_groups`.
     """
 
     def get_lr_decay(self, num_iter: int) -> float:
+        """Return `start_lr`, the learning rate at every step after the warm-up.
+
+        Args:
+            num_iter: the step. It is not used.
+        """
         return self.start_lr
 
 
 class Noam(WarmupLRScheduler):
-    """Schedule with linear warm-up to s/sqrt(w), then decay as s/sqrt(t) (Vaswani et al. 2017, section 5.3).
+    """Schedule with a linear warm-up, then a decay with the square root of the step.
 
-    Without warm-up, step 0 has the learning rate of step 1, which is s.
+    At step t, the learning rate is (s / sqrt(w)) * (t / w) while t < w, and s / sqrt(max(1, t)) from then on. Its
+    maximum is s / sqrt(w), or s without a warm-up (Vaswani et al. 2017, section 5.3).
 
     Args:
         optimizer: the optimizer whose `param_groups` receive the learning rate.
-        start_lr: s in these formulas.
+        start_lr: s, the factor in these formulas. With a warm-up, it is not the maximum.
         warmup_iter: w, the number of warm-up steps; 0 for none.
         end_iter: ignored (-1 is customary).
-        num_iter: t, the number of steps taken already.
+        num_iter: the step t at which to begin; not 0 if training resumes.
 
     Raises:
-        ValueError: an argument is out of range.
+        TypeError: a setting is not a number.
+        ValueError: a setting is out of range, or `optimizer` has no `param_groups`.
     """
 
     def get_lr_warmup(self, num_iter: int) -> float:
+        """Return the learning rate at a warm-up step: (start_lr / sqrt(warmup_iter)) * (num_iter / warmup_iter).
+
+        Args:
+            num_iter: the step, from 0 to warmup_iter - 1.
+        """
         return self.start_lr / math.sqrt(self.warmup_iter) * num_iter / self.warmup_iter
 
     def get_lr_decay(self, num_iter: int) -> float:
+        """Return the learning rate at a step after the warm-up: start_lr / sqrt(max(1, num_iter)).
+
+        Args:
+            num_iter: the step, counted from the start of training.
+        """
         return self.start_lr / math.sqrt(max(1, num_iter))
 
 
 class Linear(WarmupLRScheduler):
-    """Schedule with linear decay after the warm-up: the learning rate is max(0, s*(e-t)/(e-w)).
+    """Schedule with a linear warm-up, then a linear decay to 0.
+
+    At step t, the learning rate is s * t / w while t < w, then s * (e - t) / (e - w), and 0 from step e on.
 
     Args:
         optimizer: the optimizer whose `param_groups` receive the learning rate.
-        start_lr: s, the peak learning rate.
+        start_lr: s, the learning rate at the end of the warm-up.
         warmup_iter: w, the number of warm-up steps; 0 for none.
         end_iter: e, the step at which the learning rate is 0; above `warmup_iter`.
-        num_iter: t, the number of steps taken already.
+        num_iter: the step t at which to begin; not 0 if training resumes.
 
     Raises:
-        ValueError: an argument is out of range.
+        TypeError: a setting is not a number.
+        ValueError: a setting is out of range, or `optimizer` has no `param_groups`.
     """
 
     def check(self) -> None:
-        """Check the arguments of the schedule. `__init__` and `load_state_dict` call this method.
+        """Check the settings of the schedule. `__init__` and `load_state_dict` call this method.
 
         Raises:
-            ValueError: an argument is out of range; `end_iter` must be above `warmup_iter`.
+            TypeError: a setting is not a number.
+            ValueError: a setting is out of range, or `end_iter` is not above `warmup_iter`.
         """
         super().check()
         if self.end_iter <= self.warmup_iter:
@@ -206,31 +256,39 @@ class Linear(WarmupLRScheduler):
             )
 
     def get_lr_decay(self, num_iter: int) -> float:
+        """Return max(0, start_lr * (end_iter - num_iter) / (end_iter - warmup_iter)), the rate after the warm-up.
+
+        Args:
+            num_iter: the step, counted from the start of training.
+        """
         left = (self.end_iter - num_iter) / (self.end_iter - self.warmup_iter)
         return max(0.0, self.start_lr * left)
 
 
 class Cosine(WarmupLRScheduler):
-    """Schedule with cosine decay after the warm-up (Loshchilov & Hutter 2017).
+    """Schedule with a linear warm-up, then half a period of a cosine down to 0 (Loshchilov & Hutter 2017).
 
-    The learning rate is s*(1+cos(pi*(t-w)/max(1, e-w)))/2, and 0 after step e.
+    At step t, the learning rate is s * t / w while t < w, then (s / 2) * (1 + cos(pi * (t - w) / (e - w))), and 0 from
+    step e on. If e = w, it is s at step w, and 0 from step w + 1 on.
 
     Args:
         optimizer: the optimizer whose `param_groups` receive the learning rate.
-        start_lr: s, the peak learning rate.
+        start_lr: s, the learning rate at the end of the warm-up.
         warmup_iter: w, the number of warm-up steps; 0 for none.
         end_iter: e, the step at which the learning rate is 0; at least `warmup_iter`.
-        num_iter: t, the number of steps taken already.
+        num_iter: the step t at which to begin; not 0 if training resumes.
 
     Raises:
-        ValueError: an argument is out of range.
+        TypeError: a setting is not a number.
+        ValueError: a setting is out of range, or `optimizer` has no `param_groups`.
     """
 
     def check(self) -> None:
-        """Check the arguments of the schedule. `__init__` and `load_state_dict` call this method.
+        """Check the settings of the schedule. `__init__` and `load_state_dict` call this method.
 
         Raises:
-            ValueError: an argument is out of range; `end_iter` must be at least `warmup_iter`.
+            TypeError: a setting is not a number.
+            ValueError: a setting is out of range, or `end_iter` is below `warmup_iter`.
         """
         super().check()
         if self.end_iter < self.warmup_iter:
@@ -240,23 +298,33 @@ class Cosine(WarmupLRScheduler):
             )
 
     def get_lr_decay(self, num_iter: int) -> float:
+        """Return (start_lr / 2) * (1 + cos(pi * p)), the learning rate at a step after the warm-up.
+
+        p = min(1, (num_iter - warmup_iter) / max(1, end_iter - warmup_iter)) is the share of the decay that is over.
+
+        Args:
+            num_iter: the step, counted from the start of training.
+        """
         progress = min(1.0, (num_iter - self.warmup_iter) / max(1, self.end_iter - self.warmup_iter))
         return self.start_lr * 0.5 * (1 + math.cos(math.pi * progress))
 
 
 class Exponential(WarmupLRScheduler):
-    """Schedule with exponential decay after the warm-up: the learning rate is s*gamma^(t-w).
+    """Schedule with a linear warm-up, then an exponential decay.
+
+    At step t, the learning rate is s * t / w while t < w, and s * gamma^(t - w) from then on.
 
     Args:
         optimizer: the optimizer whose `param_groups` receive the learning rate.
-        start_lr: s, the peak learning rate.
+        start_lr: s, the learning rate at the end of the warm-up.
         warmup_iter: w, the number of warm-up steps; 0 for none.
         end_iter: ignored (-1 is customary).
-        num_iter: t, the number of steps taken already.
+        num_iter: the step t at which to begin; not 0 if training resumes.
         gamma: the factor per step, in (0, 1].
 
     Raises:
-        ValueError: an argument is out of range.
+        TypeError: a setting is not a number.
+        ValueError: a setting is out of range, or `optimizer` has no `param_groups`.
     """
 
     own_state = ("gamma",)
@@ -268,8 +336,19 @@ class Exponential(WarmupLRScheduler):
         super().__init__(optimizer, start_lr, warmup_iter, end_iter, num_iter)
 
     def check(self) -> None:
+        """Check the settings of the schedule. `__init__` and `load_state_dict` call this method.
+
+        Raises:
+            TypeError: a setting is not a number.
+            ValueError: a setting is out of range, or `gamma` is not in (0, 1].
+        """
         super().check()
         expect_number("gamma", self.gamma, "above 0 and at most 1", lambda gamma: 0 < gamma <= 1)
 
     def get_lr_decay(self, num_iter: int) -> float:
+        """Return the learning rate at a step after the warm-up: start_lr * gamma^(num_iter - warmup_iter).
+
+        Args:
+            num_iter: the step, counted from the start of training.
+        """
         return self.start_lr * self.gamma ** (num_iter - self.warmup_iter)

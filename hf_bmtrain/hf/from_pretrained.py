@@ -49,28 +49,34 @@ def from_pretrained(
 ) -> Any:
     """Load a model of transformers and shard it while its files are read. Collective: every rank must call it.
 
-    The result is bitwise equal to `auto_wrap(auto_class.from_pretrained(name_or_path, *model_args, **kwargs))`, but no
-    rank ever has the full model in memory. There is one difference: transformers overwrites the padding row of some
-    loaded embeddings with zeros (Funnel, Youtu, Chinese-CLIP); this function keeps the values in the files.
+    The result has the same values, bit for bit, as `auto_wrap(auto_class.from_pretrained(name_or_path, *model_args,
+    **kwargs))`, but no rank ever has the full model in memory. There is one difference: transformers overwrites the
+    padding row of some loaded embeddings with zeros (Funnel, Youtu, Chinese-CLIP); this function keeps the values in
+    the files.
 
     Each rank maps the files into memory and reads its own elements of each tensor, so every host needs the files. A
     tensor that transformers converts (to another dtype, or by merging) is in host memory in full only during the
-    conversion; then each rank keeps 1/N of it. Weights that are not in the files are in host memory in full until the
-    model is sharded. Device memory contains the shards and at most one full tensor.
+    conversion; afterwards, each rank keeps its elements only. Weights that are not in the files, such as a new
+    classification head, are in host memory in full until the model is sharded. Device memory contains the shards and at
+    most one full tensor.
 
     Args:
         auto_class: AutoModelForCausalLM, LlamaForCausalLM, or another class with a method `from_pretrained`.
         name_or_path: a name on the hub, or a folder. None if `kwargs` contains `state_dict`.
         *model_args: passed to the class's `from_pretrained`.
-        zero_level: 2 or 3, the ZeRO level. `auto_wrap` explains this argument and those below in full.
-        use_checkpoint: which activations are recomputed in backward: True, False, "attention" or "auto".
+        zero_level: 3 frees a block's full parameters between forward and backward; 2 keeps them. None uses the value
+            given to `init_distributed`. `auto_wrap` explains this argument and those below in full.
+        use_checkpoint: what is recomputed in backward. True: each block. False: nothing. "attention": each block except
+            the outputs of attention. "auto": only as much as GPU memory requires, measured in the first step.
         compile: whether to compile the blocks (transformer layers), or the name of a backend of torch.compile.
-        blocks: the names of the modules that become blocks; None finds them as `auto_wrap` does.
-        keep_frozen: which frozen parameters stay unsharded between steps: True, False or "auto".
-        quantize_frozen: "nf4", "fp8" or None. If not None, all loaded parameters are frozen; add adapters to the result
-            to train it.
-        float8: whether the linear layers in blocks compute in float8.
-        keep: names of modules to exclude from float8.
+        blocks: the full names, as in `model.named_modules()`, of the modules that become blocks, in execution order.
+            None takes the items of each outermost nn.ModuleList.
+        keep_frozen: which frozen parameters stay unsharded between steps. True: all. False: none. "auto": as many as
+            fit on the GPU.
+        quantize_frozen: "nf4" or "fp8" freezes all loaded parameters, and quantizes the weight matrices of blocks to 4
+            or 8 bits. To train, add adapters to the result and call `auto_wrap` again. None does neither.
+        float8: whether the linear layers in blocks compute in float8. "rows" is a synonym of True.
+        keep: names of modules to exclude from float8: full names, or parts such as "down_proj" for all such layers.
         sequence_parallel: the number of consecutive ranks over which each sequence is split.
         offload_activations: whether to keep the inputs of recomputed blocks in host memory until backward.
         mlp_chunks: the number of chunks of tokens that the MLP of each block computes one after another.
@@ -80,10 +86,12 @@ def from_pretrained(
         The model; with `output_loading_info=True`, the tuple (model, info).
 
     Raises:
-        ValueError: the weights are quantized, `name_or_path` contains an adapter, or an argument such as `device_map`
-            or `tp_plan` asks transformers to place or split the model.
-        RuntimeError: loading failed on another rank.
-        Exception: any error that the class's `from_pretrained` raised on this rank.
+        TypeError: an argument has the wrong type.
+        ValueError: the weights are quantized, `name_or_path` contains an adapter, `blocks` contains a name that the
+            model does not have, or an argument such as `device_map` or `tp_plan` asks transformers to place or split
+            the model.
+        RuntimeError: loading failed on another rank, or the ranks have loaded different models.
+        Exception: the class's `from_pretrained` failed on this rank. Its error is raised as it is.
 
     Example::
 

@@ -58,10 +58,15 @@ _let_out_untraced = disable_compiler(_let_out)  # torch.compile cannot trace the
 class DistributedModule(ShardedModule):
     """A module whose sharded parameters are all-gathered when they are read inside a forward.
 
-    The first read in a forward pass all-gathers the flat buffer that contains the parameter, so every rank must read
-    it. The full buffer is freed when backward no longer needs it, or after the forward if no output requires a
-    gradient. Outside a forward, a read returns the sharded parameter (DistributedParameter) without communication. To
-    get the full values there, call `parameter.gather()` on all ranks.
+    Derive your own layers from it instead of torch.nn.Module, and create their parameters as `DistributedParameter`. An
+    ordinary torch.nn.Parameter in such a module is not sharded, and its gradient is not averaged over the ranks. For an
+    existing model, call `auto_wrap` instead.
+
+    Inside a forward, `self.weight` is the full parameter. The first read in a forward pass all-gathers the flat buffer
+    that contains the parameter. This is collective: every rank must read it. The full buffer is freed when backward no
+    longer needs it, or after the forward if no output requires a gradient. Outside a forward, `self.weight` is the
+    sharded parameter (DistributedParameter), and reading it does not communicate. To get the full values there, call
+    `parameter.gather()` on all ranks.
 
     The forward may return views of parameters. The outputs of the outermost module contain copies of them. Views that
     are kept elsewhere, for example in an attribute, must not be read when the forward and its backward are over.
@@ -73,6 +78,16 @@ class DistributedModule(ShardedModule):
     Args:
         *args: passed to the next base class, usually torch.nn.Module.
         **kwargs: passed to the next base class.
+
+    Example::
+
+        class Scale(bmt.DistributedModule):
+            def __init__(self, size: int) -> None:
+                super().__init__()
+                self.weight = bmt.DistributedParameter(torch.ones(size))
+
+            def forward(self, x: torch.Tensor) -> torch.Tensor:
+                return x * self.weight
     """
 
     _schedule: Schedule
@@ -218,7 +233,10 @@ def _part(method: Callable) -> Callable:
 
 
 class ParameterInitializer:
-    """An `init_method` for DistributedParameter that calls `function(tensor, *args, **kwargs)` to fill a new tensor.
+    """A function with arguments, as the `init_method` of a DistributedParameter.
+
+    `init_parameters` calls `function(tensor, *args, **kwargs)` to get the initial values of the parameter. `tensor` is
+    new and uninitialized. It has the full shape (the shape before the split, if tensor parallelism splits the tensor).
 
     Args:
         function: a function that fills a tensor in place, such as torch.nn.init.normal_.
@@ -227,7 +245,8 @@ class ParameterInitializer:
 
     Example::
 
-        bmt.ParameterInitializer(torch.nn.init.normal_, std=0.02)
+        normal = bmt.ParameterInitializer(torch.nn.init.normal_, std=0.02)
+        weight = bmt.DistributedParameter(torch.empty(16, 32), init_method=normal)
     """
 
     def __init__(self, function: Callable, *args, **kwargs) -> None:
@@ -242,8 +261,9 @@ class ParameterInitializer:
 def init_parameters(model: torch.nn.Module) -> None:
     """Initialize every DistributedParameter that has an `init_method`. All ranks get rank 0's values.
 
-    Collective: every rank must call it. Other parameters keep their values. Hugging Face models do not need this call,
-    because they initialize themselves.
+    Collective: every rank must call it. Call it once, after creating a model whose parameters have an `init_method`,
+    and before loading a checkpoint, because it overwrites their values. Parameters without `init_method` keep their
+    values. Hugging Face models do not need this call, because they initialize themselves.
 
     Args:
         model: the model whose parameters are initialized.
@@ -275,7 +295,9 @@ def grouped_parameters(model: torch.nn.Module) -> Iterator[tuple[str | None, lis
 
     Example::
 
+        rates = {None: 1e-4, "head": 1e-3}  # the learning rate of each group
         groups = [{"params": parameters, "lr": rates[group]} for group, parameters in bmt.grouped_parameters(model)]
+        optimizer = bmt.optim.AdamOptimizer(groups)
     """
     expect_module("model", model)
     groups: dict[str | None, list[torch.nn.Parameter]] = {}

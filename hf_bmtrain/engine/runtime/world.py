@@ -313,7 +313,14 @@ def print_rank(*values, rank: int = 0, **options) -> None:
 def synchronize() -> None:
     """Wait until every rank has called this, and the devices of all ranks have completed the work queued before.
 
-    Collective: every rank must call it. This also frees the shards of models that no longer exist on any rank.
+    Collective: every rank must call it. Training does not need it. Call it, for example, before you read the clock, or
+    before a rank reads a file that another rank has written.
+
+    It also frees shards that were allocated outside torch, of models that every rank has deleted.
+
+    Raises:
+        RuntimeError: a rank did not call this in time, or the ranks have issued different operations before. The
+            message names that rank.
     """
     world = current_world()
     world.schedule.wait_for_readers()

@@ -19,25 +19,31 @@ Wholes = dict[DistributedParameter, torch.nn.Parameter]
 
 @contextmanager
 def gathered(what: torch.nn.Module | Iterable[torch.Tensor] | torch.Tensor, modify: bool = False) -> Iterator[Any]:
-    """Make full parameters available inside a `with` block. Collective: every rank must call it.
+    """Make full parameters available inside a `with` block, to read or modify them.
 
-    The full parameters are copies on each rank's device, without gradients. Inside the context, neither the model nor
-    its `state_dict()` can be called. If the code inside raises an exception, nothing is written back.
+    Collective: every rank must enter and leave the block. The full parameters are copies on each rank's device, all at
+    the same time, so the device needs memory for them. They have no `.grad`, and gradients are disabled inside the
+    block. If tensor parallelism splits a tensor, the copy is this rank's part of it.
+
+    If `what` is a module, neither it, nor a module that it contains, nor its `state_dict()` can be called inside the
+    block. If the code in the block raises an exception, nothing is written back.
 
     Args:
-        what: a module, whose attributes and `parameters()` are full parameters inside the context; or one or several
-            parameters.
-        modify: whether to write the values back at the end. All ranks get rank 0's values. The float32 copies (masters)
-            that AdamOptimizer has of half-precision weights follow the new values.
+        what: a module, whose attributes and `parameters()` are full parameters inside the block; or one or several
+            sharded parameters.
+        modify: whether to write the values back at the end. All ranks get rank 0's values; of a split parameter, those
+            of the first rank that has the same part. The float32 copies (masters) that AdamOptimizer has of
+            half-precision weights follow the new values.
 
     Returns:
-        A context manager. It yields the module, or a list of the full tensors of the parameters.
+        A context manager. It yields the module or, for one or several parameters, a list of the full parameters.
 
     Raises:
-        ValueError: `what` is an ordinary tensor, which is not sharded.
-        RuntimeError: values were changed without `modify`; values of read-only (quantized) weights were changed; or a
-            parameter or module was replaced, for example by resizing embeddings or tying weights, which must be done
-            before `auto_wrap`. The error is raised at the end, before anything is written.
+        TypeError: `what` is neither a module nor parameters.
+        ValueError: `what` is or contains an ordinary tensor, which is not sharded.
+        RuntimeError: at the end of the block, before anything is written: values were changed without `modify`; values
+            of read-only (quantized) weights were changed; a shape or dtype was changed; or a parameter or module was
+            replaced, for example by resizing embeddings or tying weights, which must be done before `auto_wrap`.
 
     Example::
 

@@ -129,13 +129,21 @@ class ShardBase:
     def settle(self) -> None:
         """Make the current stream wait for any asynchronous operation that still writes this rank's elements.
 
-        Subclasses whose elements are written asynchronously override this method. Here it does nothing.
+        `part` and torch's functions call it before they access this rank's elements, so that users need not. Here it
+        does nothing. `DistributedParameter` overrides it, because an optimizer step may write parameters
+        asynchronously.
         """
 
     def read_full(self) -> torch.Tensor:
-        """Gather the full tensor from all ranks, in new memory. For a parameter, the result is differentiable.
+        """Return the full tensor, (`full_shape`), all-gathered into new memory. Each subclass implements it.
 
-        Collective: every rank must call it.
+        Collective: every rank must call it. Torch's functions call it by themselves if they need all elements. Users
+        call `DistributedParameter.gather`, which returns the same. If tensor parallelism splits a tensor, the result is
+        this rank's part of it, which has the shape `full_shape`, and not the whole tensor.
+
+        If gradients are enabled, the result of a parameter that requires a gradient is differentiable: backward
+        averages its gradient over the ranks, and adds this rank's elements of the mean to `.grad`. Any other result has
+        no autograd history.
         """
         raise NotImplementedError
 
@@ -178,7 +186,16 @@ class ShardBase:
 
     @staticmethod
     def reads_elements(func: Callable) -> bool:
-        """Return whether a function of torch may read or write elements, and not only metadata such as the shape."""
+        """Return whether a function of torch may read or write tensor elements, and not only metadata.
+
+        Quantized parameters call it from their `__torch_function__`, to unpack their elements only for such functions.
+
+        Args:
+            func: a function that torch passed to `__torch_function__`.
+
+        Returns:
+            False for functions that need only the shape, dtype, device or the like, and True for all others.
+        """
         return func not in METADATA and name_of(func) not in SHAPES
 
 
@@ -212,7 +229,9 @@ class ShardTensor(ShardBase, torch.Tensor):
         return made
 
     def read_full(self) -> torch.Tensor:
-        """Gather the full tensor from all ranks. Collective: every rank must call it.
+        """Return the full tensor, (`full_shape`), all-gathered into new memory, without autograd history.
+
+        Collective: every rank must call it.
 
         Raises:
             RuntimeError: `requires_grad` of this tensor is True. Autograd can gather only parameters.

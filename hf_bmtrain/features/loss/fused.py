@@ -22,18 +22,20 @@ class FusedCrossEntropy(torch.nn.Module):
 
     Args:
         weight: one weight per class, shape (C,), any floating dtype. The mean divides by the sum of the targets'
-            weights, unless `forward` gets another divisor (`num_items_in_batch`).
+            weights, unless `forward` gets another divisor (`num_items_in_batch`). None weights all classes equally.
         ignore_index: targets with this value contribute neither to the loss nor to the gradient.
         reduction: "mean" over the targets that are not ignored, "sum", or "none".
         label_smoothing: the weight, in [0, 1], of the uniform distribution over all classes in each target.
         parallel: whether the classes are split over a tensor-parallel group (`tp_size` of `init_distributed`), so that
-            each rank has the logits of only its classes. The forward is then collective. Not supported together with
-            `weight`, `inplace`, `z_loss` or `softcap`.
+            each rank has the logits of only its classes. In this case, the forward is collective: every rank must call
+            it, because it sums over the classes of all ranks of the group. Not supported together with `weight`,
+            `inplace`, `z_loss` or `softcap`.
         inplace: whether to overwrite the logits with their gradient, which saves a tensor of their size. For a mean or
             sum of bfloat16 or float32 logits, the gradient is written in forward, by the kernel that computes the
             losses; otherwise it is written in backward. Do not read the logits after the call. Autograd raises an error
             if the backward of another operation needs them.
-        z_loss: factor of logsumexp(logits)^2, which is added to the loss of every row that is not ignored.
+        z_loss: the factor of logsumexp(logits)^2 (after `softcap`), which is added to the loss of every row that is not
+            ignored; 0 for none.
         softcap: replaces the logits by softcap * tanh(logits / softcap); 0 for none.
 
     Raises:
@@ -71,27 +73,36 @@ class FusedCrossEntropy(torch.nn.Module):
         self.inplace, self.z_loss, self.softcap, self.parallel = inplace, z_loss, softcap, parallel
 
     def forward(self, input: Tensor, target: Tensor, num_items_in_batch: NumItems = None) -> Tensor:
-        """Return the loss of the logits `input`, shape (N, C) or (N, C, d...), for `target`, shape (N,) or (N, d...).
+        """Return the loss of the logits `input` for the class indices `target`.
+
+        With `parallel`, this is collective: every rank must call it.
 
         Args:
-            input: float16, bfloat16 or float32; its gradient has the same dtype. With `parallel`, the shape is
-                (..., C / tp_size), and that of `target` is (...).
-            target: class indices of any integer dtype, each in [0, C) or equal to `ignore_index`.
-            num_items_in_batch: the divisor of the mean, as a number or a tensor of one element, also if there are class
-                weights. None divides by the number of targets that are not ignored in this call or, with class weights,
-                by the sum of these targets' weights. Must be None with reduction "sum" or "none".
+            input: (N, C) or (N, C, d...) logits, float16, bfloat16 or float32. The gradient has the same dtype. With
+                `parallel`: (..., C / tp_size), the logits of this rank's classes.
+            target: (N,) or (N, d...) class indices of any integer dtype, each in [0, C) or equal to `ignore_index`.
+                With `parallel`: (...), the same on all ranks of the group.
+            num_items_in_batch: the divisor of the mean, as a number or a tensor of one element; 0 counts as 1. None
+                divides by this rank's number of targets that are not ignored in this call or, with class weights, by
+                the sum of these targets' weights. Must be None with reduction "sum" or "none".
 
         Returns:
-            float32: a scalar, or a tensor of the targets' shape with reduction "none". If all targets are ignored, the
-            mean is 0 with zero gradient (a rank may have only padding). A logit of -inf means that the class has
-            probability 0. If a logit is NaN or +inf, the loss and gradient of its row are NaN.
+            float32: a scalar, or a tensor of the target's shape with reduction "none".
+
+            * If all targets are ignored, the mean is 0 and the gradient 0 (a rank may have only padding).
+            * A logit of -inf means that the class has probability 0. If a logit is NaN or +inf, the loss and gradient
+              of its row are NaN. With `softcap`, -inf and +inf are replaced by -softcap and +softcap. With `parallel`,
+              -inf makes the loss NaN or, with label smoothing, inf.
+            * On CUDA, a target out of range makes the loss of its row NaN, and hence the mean or sum too. The gradient
+              of that row is 0; the gradients of other rows are correct. With `parallel`, a negative target has loss 0
+              and gradient 0 on any device, and on CUDA the gradient of a target above the range is NaN.
 
         Raises:
             TypeError: an argument has a wrong type.
-            ValueError: a shape or dtype is wrong; on the CPU also: a target is out of range. On CUDA, where that check
-                would synchronize, a target out of range makes the loss of its row NaN, and hence the mean or sum too.
-                The gradient of that row is zero; the gradients of other rows are correct.
-            RuntimeError: in backward, for create_graph=True; with `inplace` also for a second backward.
+            ValueError: a shape or dtype is wrong. On the CPU also: a target is out of range (with `parallel`, only if
+                it is too large). On CUDA, this check would synchronize.
+            RuntimeError: in backward, for create_graph=True (not detected with `parallel`, which does not support it
+                either); with `inplace` also for a second backward.
         """
         if self.parallel:
             return parallel_cross_entropy(
@@ -120,31 +131,41 @@ def cross_entropy(
     softcap: float = 0.0,
     num_items_in_batch: NumItems = None,
 ) -> Tensor:
-    """Compute the cross entropy between logits and class indices, in float32, as `FusedCrossEntropy` does.
+    """Compute the cross entropy between logits and class indices, in float32, by the kernels of `FusedCrossEntropy`.
+
+    One kernel computes the losses in forward, and another the gradient in backward, as a new tensor. With `inplace`,
+    the gradient is written over the logits instead.
 
     Args:
         logits: (N, C) or (N, C, d...) float16, bfloat16 or float32; the gradient has the same dtype.
         targets: (N,) or (N, d...) class indices of any integer dtype, each in [0, C) or equal to `ignore_index`.
-        weight: (C,), one weight per class, any floating dtype, as in torch.nn.functional.cross_entropy.
+        weight: (C,), one weight per class, any floating dtype, as in torch.nn.functional.cross_entropy. None weights
+            all classes equally.
         ignore_index: targets with this value contribute neither to the loss nor to the gradient.
         reduction: "mean" over the targets that are not ignored, "sum", or "none".
         label_smoothing: the weight, in [0, 1], of the uniform distribution over all classes in each target.
         inplace: whether to overwrite the logits with their gradient, which saves a tensor of their size. Do not read
             the logits after the call.
-        z_loss: factor of logsumexp(logits)^2, which is added to the loss of every row that is not ignored.
+        z_loss: the factor of logsumexp(logits)^2 (after `softcap`), which is added to the loss of every row that is not
+            ignored; 0 for none.
         softcap: replaces the logits by softcap * tanh(logits / softcap); 0 for none.
-        num_items_in_batch: the divisor of the mean, as a number or a tensor of one element, also with `weight`. None
-            divides by the number of targets that are not ignored in this call or, with `weight`, by the sum of these
+        num_items_in_batch: the divisor of the mean, as a number or a tensor of one element; 0 counts as 1. None divides
+            by this rank's number of targets that are not ignored in this call or, with `weight`, by the sum of these
             targets' weights. Must be None with reduction "sum" or "none".
 
     Returns:
-        float32: a scalar, or a tensor of the targets' shape with reduction "none". `FusedCrossEntropy.forward`
-        documents special values.
+        float32: a scalar, or a tensor of the targets' shape with reduction "none".
+
+        * If all targets are ignored, the mean is 0 and the gradient 0 (a rank may have only padding).
+        * A logit of -inf means that the class has probability 0. If a logit is NaN or +inf, the loss and gradient of
+          its row are NaN. With `softcap`, -inf and +inf are replaced by -softcap and +softcap.
+        * On CUDA, a target out of range makes the loss of its row NaN, and hence the mean or sum too. The gradient of
+          that row is 0; the gradients of other rows are correct.
 
     Raises:
         TypeError: an argument has a wrong type.
-        ValueError: a shape, dtype or setting is wrong, or `inplace` is set and the logits are a leaf of autograd; on
-            the CPU also: a target is out of range.
+        ValueError: a shape, dtype or setting is wrong, or `inplace` is set and the logits are a leaf of autograd. On
+            the CPU also: a target is out of range. On CUDA, this check would synchronize.
         RuntimeError: in backward, for create_graph=True; with `inplace` also for a second backward.
     """
     how = criterion(weight, ignore_index, reduction, label_smoothing, z_loss, softcap, num_items_in_batch)

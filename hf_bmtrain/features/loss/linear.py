@@ -46,34 +46,43 @@ def linear_cross_entropy(
     shifted: `targets[i]` belongs to `hidden[i]`.
 
     `weight` and `bias` may be parameters of a sharded model (`model.lm_head.weight`), inside or outside the model's
-    forward. The function is then collective: every rank must call it. It all-gathers these parameters and frees them
-    before it returns; their gradients are reduced when backward reaches the loss.
+    forward. In this case, the function is collective: every rank must call it, because it all-gathers these parameters.
+    It frees them before it returns. When backward reaches the loss, their gradients are averaged over the ranks, as
+    those of all sharded parameters.
 
     Args:
         hidden: (..., H) float16, bfloat16 or float32.
-        weight: (V, H), of hidden's dtype. Under autocast hidden, weight and bias are cast to the autocast dtype.
+        weight: (V, H), of hidden's dtype. Under autocast, the dtypes may differ: hidden, weight and bias are cast to
+            the autocast dtype.
         targets: (...,) class indices of any integer dtype, each in [0, V) or equal to `ignore_index`.
         bias: (V,), of hidden's dtype, or None.
-        class_weight: (V,), one weight per class, as the `weight` of torch.nn.functional.cross_entropy; or None.
+        class_weight: (V,), one weight per class, as the `weight` of torch.nn.functional.cross_entropy. None weights all
+            classes equally.
         ignore_index: targets with this value contribute neither to the loss nor to the gradient.
         reduction: "mean" over the targets that are not ignored, "sum", or "none".
         label_smoothing: the weight, in [0, 1], of the uniform distribution over all classes in each target.
-        z_loss: factor of logsumexp(logits)^2, which is added to the loss of every row that is not ignored.
+        z_loss: the factor of logsumexp(logits)^2 (after `softcap`), which is added to the loss of every row that is not
+            ignored; 0 for none.
         softcap: replaces the logits by softcap * tanh(logits / softcap); 0 for none.
-        num_items_in_batch: the divisor of the mean, as a number or a tensor of one element, also with `class_weight`.
-            If it is None, the divisor is the number of targets that are not ignored in this call or, with
-            `class_weight`, the sum of the class weights of these targets.
-        chunk_bytes: the maximum number of bytes of logits in memory at a time. Between forward and backward, the
-            weight's gradient takes another 4 bytes per element, and the gradient of `hidden` as much memory as
-            `hidden`.
+        num_items_in_batch: the divisor of the mean, as a number or a tensor of one element; 0 counts as 1. None divides
+            by this rank's number of targets that are not ignored in this call or, with `class_weight`, by the sum of
+            these targets' weights. Must be None with reduction "sum" or "none".
+        chunk_bytes: the maximum number of bytes of logits in memory at a time; a chunk has at least one row. Between
+            forward and backward, the weight's gradient takes another 4 bytes per element, and the gradient of `hidden`
+            as much memory as `hidden`.
 
     Returns:
-        float32: a scalar, or a tensor of the targets' shape with reduction "none". `FusedCrossEntropy.forward`
-        describes the results for targets out of range, for targets that are all ignored, and for infinite logits.
+        float32: a scalar, or a tensor of the targets' shape with reduction "none".
+
+        * If all targets are ignored, the mean is 0 and the gradient 0 (a rank may have only padding).
+        * If a logit is NaN or, without `softcap`, +inf, the loss of its row is NaN.
+        * On CUDA, a target out of range makes the loss of its row NaN, and hence the mean or sum too. Its row
+          contributes nothing to the gradients.
 
     Raises:
         TypeError: an argument has a wrong type.
-        ValueError: a shape, dtype or setting is wrong; on the CPU also: a target is out of range.
+        ValueError: a shape, dtype or setting is wrong. On the CPU also: a target is out of range. On CUDA, this check
+            would synchronize.
         RuntimeError: in backward, for create_graph=True, or for a second backward through the same mean or sum.
     """
     how = criterion(class_weight, ignore_index, reduction, label_smoothing, z_loss, softcap, num_items_in_batch)

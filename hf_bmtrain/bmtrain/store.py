@@ -62,11 +62,17 @@ class DistributedStateDictWrapper(Mapping):
     """Mapping that gives every rank the entries of rank 0's state dict, for `load_state_dict`.
 
     Collective: every rank must create it, and all ranks must read the same entries in the same order, because reading
-    an entry broadcasts its tensor. Ranks other than 0 receive it on the CPU. Prefer `bmt.load`, with which each rank
-    reads only its own part of a file.
+    an entry broadcasts its tensor. Ranks other than 0 receive it on the CPU. `load_state_dict` reads all entries, so
+    every rank then needs host memory for all tensors. Prefer `bmt.load`, with which each rank reads only its own part
+    of a file.
 
     Args:
         state_dict: the state dict on rank 0; an empty dict on other ranks.
+
+    Example::
+
+        state = torch.load(file) if bmt.rank() == 0 else {}
+        model.load_state_dict(bmt.store.DistributedStateDictWrapper(state))
     """
 
     def __init__(self, state_dict: Mapping[str, torch.Tensor]) -> None:
@@ -100,7 +106,7 @@ class DistributedStateDictWrapper(Mapping):
         return len(self._keys)
 
     def copy(self) -> DistributedStateDictWrapper:
-        """Return this mapping itself, because a real copy would broadcast all entries."""
+        """Return this mapping itself, for code that copies a state dict first. A copy would broadcast all entries."""
         return self
 
 

@@ -83,11 +83,12 @@ def save_state(
 
     Collective: every rank must call it. This saves the weights, buffers, optimizer state, schedulers, loss scale, the
     random generators of every rank, and which layers compute in float8. Nothing is gathered: each rank writes its own
-    elements into the files, so every rank must be able to write to `folder`. Hugging Face's `from_pretrained` can load
-    the model from the checkpoint's folder (`model*.safetensors` and `config.json`), except a PEFT model.
-    `optimizer*.safetensors` contain the optimizer state in the parameters' shapes. With `tp_size`, a weight that is
-    split by columns is stored as (tp_size, rows, columns / tp_size), which only `load_state` with the same `tp_size`
-    can load.
+    elements into the files, so `folder` must be on a file system that all ranks share.
+
+    Hugging Face's `from_pretrained` can load the model from the checkpoint's folder (`model*.safetensors` and
+    `config.json`), except a PEFT model. `optimizer*.safetensors` contain the optimizer state in the parameters' shapes.
+    With `tp_size`, a weight that is split on its columns (dimension 1, as in RowParallelLinear) is stored as (tp_size,
+    rows, columns / tp_size), which only `load_state` with the same `tp_size` can load.
 
     The files are written to a temporary folder, flushed to disk, checksummed, and renamed into place; only then are
     older checkpoints deleted. If the job is killed, earlier checkpoints are intact. If an older checkpoint cannot be
@@ -99,17 +100,20 @@ def save_state(
         model: the model.
         optimizer: an OptimManager, an optimizer, or a sequence of optimizers, with parameters of `model`.
         scheduler: one or several objects with a `state_dict`. Schedulers of an OptimManager are always saved.
-        extra: data of this rank that `load_state` will return: tensors, numbers, strings, lists and dicts.
+        extra: data of this rank, which `load_state` returns as `extra` of its result: tensors, numbers, strings, lists
+            and dicts.
         step: the step of the checkpoint. None uses one more than the step of the newest checkpoint in `folder`.
-        keep: the number of checkpoints to keep, including this one. None keeps all. The next save tries again to delete
-            checkpoints that could not be deleted.
+        keep: the number of checkpoints to keep in `folder`, including this one, whatever their names. The first saved
+            are deleted first. None keeps all. The next save tries again to delete checkpoints that could not be
+            deleted.
         trained_only: save only parameters that are trainable, or have been at any time since `auto_wrap`, and all
             buffers, to `trained*.safetensors`. `load_state` does not change the other parameters, so load them first.
         non_blocking: return at once, and let a thread copy the values to host memory and write them. The next optimizer
             step waits for the copies. Before you change weights in another way, call `SavingState.wait`. The first call
             allocates host memory for this rank's values (page-locked if there is a GPU); later calls reuse it. Errors
             are raised on all ranks by `wait`, or by the next `save_state` or `load_state` of the folder.
-        name: the name of the checkpoint's folder. None uses checkpoint-`step`.
+        name: the name of the checkpoint's folder, without a slash. None uses checkpoint-`step`. A checkpoint that has
+            this name already is replaced. `load_state` finds checkpoints of any name; the newest is the last saved.
         add: a function that is called on every rank with the path of an empty folder. Files that it writes there become
             part of the checkpoint. If several ranks write files with the same name, the file of the lowest rank is
             saved. Files with the names of this function's own files, such as config.json, are not saved.

@@ -28,14 +28,16 @@ Box = tuple[tuple[int, ...], tuple[int, ...]]
 class DCPState:
     """Save and load a model and its optimizer with `torch.distributed.checkpoint.save` and `load`. Needs torch 2.15.
 
-    Each rank saves and loads its own elements, through a copy in host memory; nothing is gathered. Names and shapes are
-    those of `torch.distributed.checkpoint.state_dict.get_state_dict`, under the keys "model" and "optim". So
-    checkpoints can be exchanged with FSDP2 and with plain models, in both directions.
+    Pass it to `dcp.save` and `dcp.load` as in the example, on every rank. They call `state_dict` and `load_state_dict`,
+    so after `dcp.load` the model and the optimizer have the loaded values. Each rank saves and loads its own elements,
+    through a copy in host memory; nothing is gathered. Names and shapes are those of
+    `torch.distributed.checkpoint.state_dict.get_state_dict`, under the keys "model" and "optim". So checkpoints can be
+    exchanged with FSDP2 and with plain models, in both directions.
 
-    The state of an AdamOptimizer is saved in the format of torch.optim.AdamW. Of the settings in a checkpoint, only lr,
-    betas, eps and weight_decay are loaded into an AdamOptimizer. Its state for half-precision weights includes float32
-    master weights. A checkpoint without master weights, such as one of torch.optim.AdamW with half-precision weights,
-    cannot be loaded into it.
+    The state of an AdamOptimizer is saved in the format of torch.optim.AdamW. Of the parameter groups' settings in a
+    checkpoint, only lr, betas, eps and weight_decay are loaded into an AdamOptimizer. Its state for half-precision
+    weights includes float32 master weights. A checkpoint without master weights, such as one of torch.optim.AdamW with
+    half-precision weights, cannot be loaded into it.
 
     Args:
         model: the model; its complete state dict is saved.
@@ -48,6 +50,8 @@ class DCPState:
         TypeError: `model` is not a torch.nn.Module, or `optimizer` is not a torch.optim.Optimizer.
 
     Example::
+
+        import torch.distributed.checkpoint as dcp
 
         dcp.save({"app": bmt.DCPState(model, optimizer)}, checkpoint_id=folder)
         dcp.load({"app": bmt.DCPState(model, optimizer)}, checkpoint_id=folder)
@@ -76,8 +80,13 @@ class DCPState:
     def state_dict(self) -> dict[str, Any]:
         """Return copies of this rank's elements of the model's and the optimizer's tensors, in host memory.
 
-        Collective: every rank must call it. `dcp.save` writes these copies to files. `dcp.load` overwrites them, and
-        passes them to `load_state_dict`.
+        Called by `dcp.save`, which writes these copies to files, and by `dcp.load`, which overwrites them and passes
+        them to `load_state_dict`. Collective: every rank must call it.
+
+        Returns:
+            {"model": {name: tensor}} and, with an optimizer, "optim": {"state": {parameter name: {state name: value}},
+            "param_groups": [...]}. A sharded tensor is a CPU tensor of the rows in which this rank has elements, with
+            attributes that tell DCP which elements these are. A tensor that is not sharded is a full copy.
 
         Raises:
             ValueError: the model has quantized weights.
@@ -96,7 +105,8 @@ class DCPState:
         Collective: every rank must call it.
 
         Args:
-            state_dict: the result of this object's `state_dict`, after DCP has loaded values into its tensors.
+            state_dict: the result of this object's `state_dict` (with the keys "model" and, with an optimizer,
+                "optim"), after DCP has loaded values into its tensors.
         """
         current_world().barrier("DCPState.load_state_dict")
         targets = _model_tensors(self._model)

@@ -27,17 +27,28 @@ from ..engine.wrap.accelerator import check_accelerator
 def shard_checkpoints(accelerator: Accelerator) -> Accelerator:
     """Make `accelerator.save_state` and `accelerator.load_state` work with a sharded model.
 
+    Call it once, before the first of these methods. Both become collective: every rank must call them.
+
     Each rank writes its own elements of weights and optimizer state, so nothing is gathered, and any number of ranks
     can load the checkpoint. Accelerate writes everything else (schedulers, scaler, samplers, registered objects, random
-    states) to the same folder, which is checksummed and then renamed into place. Then older checkpoints are deleted: by
-    default all, and with automatic naming those beyond the `total_limit` of the ProjectConfiguration. Both methods
-    become collective: every rank must call them.
+    states) to the same folder, which is checksummed and then renamed into place.
+
+    Only when the new checkpoint is complete are older ones deleted. `save_state(folder)` keeps one checkpoint: it
+    deletes all older ones in `folder`. With automatic naming, those beyond the `total_limit` of the
+    ProjectConfiguration are deleted (none if it is None).
 
     Args:
         accelerator: the Accelerator whose two methods are replaced.
 
     Returns:
         `accelerator`.
+
+    Example::
+
+        accelerator = bmt.hf.shard_checkpoints(Accelerator())
+        model, optimizer = accelerator.prepare(model, optimizer)  # after auto_wrap
+        accelerator.save_state("checkpoint")
+        accelerator.load_state("checkpoint")
     """
     expect_kind("accelerator", accelerator, Accelerator, "an accelerate.Accelerator")
     states = _AcceleratorStates(accelerator)

@@ -20,9 +20,10 @@ _Base: Any = transformers.Trainer
 class TrainerMixin:
     """Adds a BMTrainCallback to a trainer class, so that the trainer can train a sharded model.
 
-    In addition, all reporters (such as TensorBoard) receive the callback's metrics, the numbers of parameters that the
-    trainer reports are those of the full model, and `train(resume_from_checkpoint=True)` resumes from the newest intact
-    checkpoint.
+    Shard the model with `auto_wrap` before you create the trainer. In addition to what the callback does, all reporters
+    (such as TensorBoard) receive its metrics, the numbers of parameters that the trainer reports are those of the full
+    model, `save_model` also works before training, and `train(resume_from_checkpoint=True)` resumes from the newest
+    intact checkpoint. Collective: every rank must create the trainer and call its methods.
 
     Args:
         *args: passed to the trainer's class.
@@ -32,6 +33,9 @@ class TrainerMixin:
     Example::
 
         class MyTrainer(bmt.hf.TrainerMixin, SomeTrainer): ...
+
+        trainer = MyTrainer(model=bmt.auto_wrap(model), args=args, train_dataset=data)
+        trainer.train()
     """
 
     callback_handler: Any
@@ -53,7 +57,8 @@ class TrainerMixin:
 
         Args:
             resume_from_checkpoint: the folder of a checkpoint, or True for the newest intact one in `output_dir`. Newer
-                checkpoints that are damaged or incomplete are skipped with a warning. None starts from the beginning.
+                checkpoints that are damaged or incomplete are skipped with a warning. None or False starts from the
+                beginning.
             *args: passed to the trainer's `train`.
             **kwargs: passed to the trainer's `train`.
 
@@ -96,8 +101,10 @@ class TrainerMixin:
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         """Add the metrics of BMTrainCallback (such as tokens_per_second) to a log entry, and log it.
 
+        The trainer calls it. The metrics are added here, and not by the callback, so that all reporters get them.
+
         Args:
-            logs: the entry. If it contains the training loss, the metrics are added in place.
+            logs: the entry. If it contains the training loss (the key "loss"), the metrics are added in place.
             *args: passed to the trainer's `log`.
             **kwargs: passed to the trainer's `log`.
         """
@@ -106,13 +113,14 @@ class TrainerMixin:
         super().log(logs, *args, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
 
     def save_model(self, *args: Any, _internal_call: bool = False, **kwargs: Any) -> None:
-        """Gather the weights, and call the trainer's `save_model`, which saves on rank 0.
+        """Gather the full weights on rank 0, and save them there with the trainer's own `save_model`.
 
-        Collective: every rank must call it. Trainer's own calls, for example for a checkpoint, pass
-        `_internal_call=True`. Then nothing is gathered here, because BMTrainCallback has already prepared the save.
+        Collective: every rank must call it. Checkpoints during training need no call: the trainer then calls this
+        method itself, with `_internal_call=True`. In that case nothing is gathered here, because BMTrainCallback has
+        already prepared the save.
 
         Args:
-            *args: passed to the trainer's `save_model`.
+            *args: passed to the trainer's `save_model`, such as the folder (`output_dir`).
             **kwargs: passed to the trainer's `save_model`.
         """
         for callback in self._callbacks() if not _internal_call else ():
@@ -125,10 +133,21 @@ class TrainerMixin:
 
 
 class Trainer(TrainerMixin, _Base):
-    """transformers.Trainer with a BMTrainCallback; see `TrainerMixin`.
+    """transformers.Trainer with a BMTrainCallback, for a model that `auto_wrap` has sharded.
+
+    Use it like transformers.Trainer. Collective: every rank must create it and call its methods. Unlike a stock Trainer
+    to which you pass a BMTrainCallback, it also sends the callback's metrics to all reporters (such as TensorBoard),
+    reports the numbers of parameters of the full model, can `save_model` before training, and resumes from the newest
+    intact checkpoint with `train(resume_from_checkpoint=True)`.
 
     Args:
         *args: passed to transformers.Trainer.
         callbacks: callbacks for transformers.Trainer; a BMTrainCallback is added unless the list contains one.
         **kwargs: passed to transformers.Trainer.
+
+    Example::
+
+        trainer = bmt.hf.Trainer(model=bmt.auto_wrap(model), args=args, train_dataset=data)
+        trainer.train()
+        trainer.save_model("model")
     """

@@ -31,6 +31,7 @@ class CheckpointBlock(ShardedModule):
     `CheckpointBlock(layer)` shards `layer` in place and returns it. Its new class is a subclass of CheckpointBlock and
     of its old class, so names, `isinstance` checks, hooks, attributes and `state_dict` keys remain valid. A list that
     the layer returns is converted to a tuple, as in BMTrain. (`auto_wrap` does not convert lists.)
+
     Collective: every rank must call it.
 
     Args:
@@ -74,11 +75,11 @@ class CheckpointBlock(ShardedModule):
         return self._bmt.slots
 
     def compile(self, *args, **kwargs) -> None:
-        """Compile the layer's own forward with torch.compile, without the all-gathers and reductions around it.
+        """Compile the layer's own forward in place with torch.compile, without the collectives around it.
 
-        The `forward` function of the class is compiled, not a bound method. So the parameters are inputs of the graph,
-        and layers of the same class that differ only in their parameters share it. A forward that was set on the
-        instance is compiled for this layer alone.
+        You need not call it if you pass `compile=True` to `auto_wrap`. Layers of the same class that differ only in
+        their parameters share one graph, of which the parameters are inputs. A forward that was set on the instance is
+        compiled for this layer alone.
 
         Args:
             *args: passed to torch.compile.
@@ -229,17 +230,17 @@ class TransformerBlockList(torch.nn.ModuleList):
         self.link()
 
     def link(self) -> None:
-        """Set references between neighbouring blocks, by which each block prefetches the parameters of its neighbours.
+        """Tell each block its neighbors in the list, so that it can prefetch their parameters.
 
-        Called once, when the list is created or the model is wrapped: the next block is prefetched in the forward, and
-        the previous block in the backward.
+        A block prefetches the next block in forward, and the previous block in backward. You need not call this method:
+        the constructor and `auto_wrap` do.
         """
         blocks: list[Any] = list(dict.fromkeys(self))
         for block, following in zip(blocks, blocks[1:]):
             block._bmt.next, following._bmt.previous = weakref.ref(following._bmt), weakref.ref(block._bmt)
 
     def forward(self, *args: Any, return_hidden_states: bool = False, **kwargs: Any) -> Any:
-        """Pass hidden states through all blocks.
+        """Pass hidden states through all blocks. Collective: every rank must call it, because blocks are all-gathered.
 
         Args:
             *args: `num_hidden` hidden states, then further arguments, which are passed to every block.
@@ -287,20 +288,29 @@ class TransformerBlockList(torch.nn.ModuleList):
 class PipelineTransformerBlockList(TransformerBlockList):
     """A TransformerBlockList with the name of BMTrain's class for pipeline parallelism. It does not use pipelines.
 
+    It differs from a TransformerBlockList only in that its forward accepts `batch_related`. Creating it is collective:
+    every rank must do it.
+
     Args:
-        modules: the layers, in execution order.
-        num_hidden: the number of hidden states that are passed from block to block.
+        modules: the layers, in execution order. Every layer becomes a CheckpointBlock.
+        num_hidden: the number of hidden states that are passed from block to block. Each block gets them as its first
+            arguments and must return their new values, as a tuple if there are several.
     """
 
     def forward(
         self, *args: Any, batch_related: Iterable[int] = (), return_hidden_states: bool = False, **kwargs: Any
     ) -> Any:
-        """Pass hidden states through all blocks. Return the same as the forward of TransformerBlockList.
+        """Pass hidden states through all blocks. Collective: every rank must call it, because blocks are all-gathered.
 
         Args:
             *args: `num_hidden` hidden states, then further arguments, which are passed to every block.
             batch_related: ignored. (BMTrain needs it to split arguments into micro-batches for its pipeline.)
-            return_hidden_states: whether to also return the inputs of all blocks, stacked.
+            return_hidden_states: whether to also return the inputs of all blocks, stacked: one tensor of shape
+                (number of blocks, ...) for each hidden state.
             **kwargs: passed to every block.
+
+        Returns:
+            The hidden state after the last block. If there are several hidden states, or if `return_hidden_states` is
+            set, a tuple: all hidden states after the last block, followed by the stacked inputs (if requested).
         """
         return super().forward(*args, return_hidden_states=return_hidden_states, **kwargs)

@@ -51,21 +51,22 @@ class DistributedParameter(ShardBase, torch.nn.Parameter):
 
     A backward averages the gradient over all ranks, and adds this rank's elements of the mean to `.grad`. Ranks that
     did not use the parameter contribute zeros. If no rank used it, `.grad` does not change (it is None at first), as in
-    plain torch.
+    plain torch. With tensor parallelism (`tp_size` of `init_distributed`), `tp_mode` decides how a gradient is reduced.
 
     Args:
-        data: the full values, of any shape. Rank 0's values are used, unless `tp_split_dim` splits the tensor.
+        data: the full values, of any shape. All ranks get those of rank 0. If `tp_split_dim` splits the tensor: this
+            rank's part of it. All ranks with the same part get the values of the first tensor-parallel group.
         requires_grad: whether the parameter requires a gradient.
         init_method: a function that fills a full tensor in place; `init_parameters` calls it.
         group: a name by which `grouped_parameters` groups parameters.
-        tp_mode: whether all ranks of a tensor-parallel group use the parameter for the same rows of the batch. This
-            decides how its gradient is reduced. True: it is averaged over the ranks that have the same values, which
-            are all ranks, or those with the same part (see `tp_split_dim`). False: each rank of a group uses the
-            parameter for other rows of the group's loss, so its gradient is summed over the ranks of each group, and
-            averaged over the groups. Ignored without tensor parallelism (`tp_size` of `init_distributed`).
-        tp_split_dim: with `tp_mode`, the dimension on which a tensor is split over the ranks of a tensor-parallel
-            group; -1 if it is not split. Each rank passes its part as `data`. The parameter has the shape of the part,
-            and is sharded over the ranks that have the same part. State dicts contain the tensor before the split.
+        tp_mode: whether the ranks of a tensor-parallel group use the parameter for the same rows of the batch. Ignored
+            without tensor parallelism. True: each rank has the gradient for all rows of its group, so it is averaged
+            over all ranks or, if the tensor is split, over the ranks that have the same part. False: each rank of a
+            group uses other rows, so the gradient is summed over the ranks of a group, and averaged over the groups.
+        tp_split_dim: the dimension on which the tensor is split over the ranks of a tensor-parallel group; -1 if it is
+            not split. Ignored unless `tp_mode` is True. The parameter has the shape of one part, and is sharded over
+            the ranks that have the same part, one in each group. State dicts contain the whole tensor, before the
+            split.
 
     Attributes:
         full_shape: the shape of the full parameter, equal to `shape`.
@@ -169,20 +170,34 @@ class DistributedParameter(ShardBase, torch.nn.Parameter):
         return self.requires_grad_(False)
 
     def settle(self) -> None:
+        """Make the current stream wait for an asynchronous optimizer step that still writes this rank's elements.
+
+        You need not call it: reading `part`, and functions of torch that use the elements, include this wait.
+        """
         self.buffer.update.wait()
 
     def autograd_leaves(self) -> list[torch.nn.Parameter]:
-        """Return the leaves of autograd's graph that get this parameter's gradient.
+        """Return the leaves of autograd's graph that get this parameter's gradient on this rank.
 
-        `loss.backward(inputs=[parameter])` passes these leaves to autograd instead of the sharded parameter, which is
-        not in the graph, because forwards read full parameters.
+        You need not call it: `loss.backward(inputs=[parameter])` does. The sharded parameter itself is not in the
+        graph, because forwards read full parameters.
 
-        For a parameter of a block, the only leaf is the full parameter. For a root parameter (one outside blocks),
-        there is one leaf for each module that has read it. These leaves share memory.
+        Returns:
+            For a parameter of a block, a list with the full parameter. For a root parameter (one outside blocks), one
+            full parameter for each module that has read it so far; all of them share memory. Results of `gather` are
+            not included.
         """
         return [self.full] if self.on_demand is None else self.on_demand.full_params(self.index)
 
     def read_full(self) -> torch.Tensor:
+        """Return the full parameter, as `gather` does. Functions of torch that need all elements call this method.
+
+        Collective: every rank must call it.
+
+        Returns:
+            A new tensor of `full_shape`. If gradients are enabled, it is differentiable in the same way as the result
+            of `gather`.
+        """
         if torch.is_grad_enabled() and self.requires_grad:
             schedule = current_world().schedule
             if schedule.in_forward and not schedule.in_backward:
@@ -192,17 +207,26 @@ class DistributedParameter(ShardBase, torch.nn.Parameter):
             return self.full.detach().clone()
 
     def gather(self) -> torch.Tensor:
-        """Return the full parameter, a new tensor of `full_shape` on this rank's device.
+        """Return the full parameter, in new memory on this rank's device.
 
-        Collective: every rank must call it. If gradients are enabled, the result is differentiable: backward averages
-        its gradient over the ranks, and adds this rank's elements of the mean to the parameter's `.grad`.
+        Collective: every rank must call it.
+
+        Returns:
+            A tensor of `full_shape`. If tensor parallelism splits the parameter (see `tp_split_dim`), this is the part
+            that belongs to this rank; `gather_all` joins the parts. If gradients are enabled, and the parameter
+            requires one, the result is differentiable: backward averages its gradient over the ranks (see `tp_mode` for
+            tensor parallelism), and adds this rank's elements of the mean to the parameter's `.grad`.
         """
         return self.read_full()
 
     def gather_all(self) -> torch.Tensor:
-        """Return the full tensor, detached from autograd. If tensor parallelism splits it, its parts are joined.
+        """Return the whole tensor on every rank, in new memory, detached from autograd.
 
-        Collective: every rank must call it. Without a split (see `tp_split_dim`), the result is the full parameter.
+        Collective: every rank must call it. `gather_all` and `tp_gather` are two names of the same method.
+
+        Returns:
+            The full parameter, of `full_shape`. If tensor parallelism splits it, the parts of all ranks of the
+            tensor-parallel group, joined on dimension `tp_split_dim`, which is then tp_size times as large.
         """
         return self.buffer.storage.whole(self.index, self.gather().detach())
 
@@ -220,24 +244,32 @@ class DistributedParameter(ShardBase, torch.nn.Parameter):
         return self.buffer.storage.kind or PLAIN
 
     def mark(self, full: Any) -> None:
-        """Copy `init_method`, `group` and `storage_kind` of this parameter to `full`, a full copy of it.
+        """Set attributes of a full copy of this parameter, so that it can later be sharded over the same ranks.
 
-        If this parameter is split by tensor parallelism, or has `tp_mode=True`, the copy can then be sharded over the
-        same ranks later.
+        The attributes are `init_method`, `group` and, if this parameter is split by tensor parallelism or has
+        `tp_mode=True`, `storage_kind`. You need not call this method: `copy.deepcopy` does, and so does `auto_wrap`
+        when it shards a sharded parameter again.
+
+        Args:
+            full: a tensor with the values of the full parameter.
         """
         full.init_method, full.group = self.init_method, self.group
         if self.storage_kind != PLAIN:  # otherwise omit it, so that pickled copies contain no class of this library
             full.storage_kind = self.storage_kind
 
     def gather_gradient(self) -> torch.Tensor | None:
-        """Return the full gradient as a new tensor of `full_shape`, or None if `.grad` is None.
+        """Return the full gradient on every rank. Call it after backward, for example to inspect the gradient.
 
         Collective: every rank must call it.
+
+        Returns:
+            The content of `.grad` of all ranks (the averaged gradient), as a new tensor of `full_shape`. None if
+            `.grad` is None, which must be so on all ranks or on none; a backward ensures this.
         """
         return None if self.grad is None else self.placement.gather(self.grad.as_subclass(torch.Tensor))
 
     def take(self, full: torch.Tensor) -> ShardTensor:
-        """Return this rank's elements of a full tensor. Not collective.
+        """Return this rank's elements of a full tensor, those at the positions that this rank stores. Not collective.
 
         Args:
             full: a tensor of `full_shape`, of any dtype and device.
@@ -248,6 +280,11 @@ class DistributedParameter(ShardBase, torch.nn.Parameter):
 
         Raises:
             ValueError: `full` has another shape.
+
+        Example::
+
+            with torch.no_grad():
+                parameter.copy_(parameter.take(full))
         """
         expect_tensor("full", full)
         if full.shape != self.full_shape:
@@ -260,14 +297,18 @@ class DistributedParameter(ShardBase, torch.nn.Parameter):
         return ShardTensor.of(self.placement.cut(full), self.placement)
 
     def take_whole(self, whole: torch.Tensor) -> ShardTensor:
-        """Return this rank's elements of a tensor from a state dict. Not collective.
+        """Return this rank's elements of a whole tensor, such as one from a state dict. Not collective.
+
+        This differs from `take` only if tensor parallelism splits the parameter (see `tp_split_dim`): this rank's
+        elements are then taken from its part of `whole`.
 
         Args:
-            whole: a tensor of the full shape or, if this parameter is split over a tensor-parallel group (see
-                `tp_split_dim`), of the shape before the split. It may have any dtype and device.
+            whole: a tensor of any dtype and device. Its shape is `full_shape`. If the parameter is split, it must be
+                the shape before the split, in which dimension `tp_split_dim` is tp_size times as large.
 
         Returns:
-            A sharded tensor, whose memory is a view of `whole` if possible.
+            A sharded tensor. Its memory is a view of `whole`, or of a copy if this rank's part of `whole` is not
+            contiguous. On some ranks it may be empty.
 
         Raises:
             ValueError: `whole` has another shape.
@@ -277,6 +318,9 @@ class DistributedParameter(ShardBase, torch.nn.Parameter):
 
     def register_post_accumulate_grad_hook(self, hook):
         """Register a hook that is called after a backward has added the gradient, averaged over ranks, to `.grad`.
+
+        Register it on every rank. All ranks call the hooks in the same order, even ranks that did not use the
+        parameter, so hooks may be collective. If no rank used the parameter in a backward, no rank calls them.
 
         Args:
             hook: a function that takes this parameter.
@@ -298,10 +342,13 @@ class DistributedParameter(ShardBase, torch.nn.Parameter):
     # -- refused ------------------------------------------------------------------------------------------------
 
     def register_hook(self, hook):
-        """Raise RuntimeError, because a tensor hook would never be called.
+        """Raise RuntimeError. Use `register_post_accumulate_grad_hook` instead.
+
+        Autograd never computes a gradient of a sharded parameter, only of full parameters. So it would never call the
+        hook.
 
         Raises:
-            RuntimeError: always. Use `register_post_accumulate_grad_hook`, which sees the averaged gradient.
+            RuntimeError: always.
         """
         raise RuntimeError(
             "A tensor hook on a sharded parameter would never be called, because its gradient comes from the reduction "
@@ -327,7 +374,7 @@ class DistributedParameter(ShardBase, torch.nn.Parameter):
         return memo.setdefault(id(self), full)
 
     def refuse_copy(self) -> None:
-        """Raise an error if the parameter cannot be deep-copied, because it is quantized.
+        """Raise an error if the parameter cannot be deep-copied. `copy.deepcopy` of it or of its module calls this.
 
         Raises:
             RuntimeError: the parameter is quantized.

@@ -18,7 +18,8 @@ from .functions import add, add_rows, features_of_all_rows, gather_features, gat
 class ReduceType(Enum):
     """How `OpParallelLinear` sums the outputs of the ranks of a tensor-parallel group.
 
-    With ALL_REDUCE each rank gets all rows (dimension 0) of the sum, with REDUCE_SCATTER only its own rows.
+    ALL_REDUCE gives each rank all rows (dimension 0) of the sum. REDUCE_SCATTER gives each rank 1/tp_size of the rows,
+    in rank order; their number must be a multiple of tp_size.
     """
 
     ALL_REDUCE = 1
@@ -26,7 +27,10 @@ class ReduceType(Enum):
 
 
 class OpParallelLinear:
-    """The function that tensor-parallel linear layers call, under BMTrain's name. Use `OpParallelLinear.apply(...)`."""
+    """A linear function whose weight is split over the ranks of a tensor-parallel group: `OpParallelLinear.apply(...)`.
+
+    ColumnParallelLinear and RowParallelLinear call it. It has the name and interface of BMTrain's autograd function.
+    """
 
     @staticmethod
     def apply(
@@ -39,28 +43,39 @@ class OpParallelLinear:
         reduce_output_type: ReduceType | None = None,
         async_gather_chunks: int = 2,
     ) -> Tensor:
-        """Compute x weightᵀ + bias with this rank's part of the weight. Differentiable.
+        """Compute x weightᵀ + bias with this rank's part of the weight.
 
-        Collective: every rank must call it. "All ranks" here are those of this rank's tensor-parallel group.
+        Collective: every rank must call it, and run its backward. "All ranks" here are those of this rank's
+        tensor-parallel group: tp_size ranks, which compute one loss together. Rows are dimension 0, and features are
+        the last dimension. With tp_size 1, this is `F.linear(input, weight, bias)`.
+
+        `reduce_output_type` says how the weight is split. If it is None, the outputs are split, as in
+        ColumnParallelLinear. If it is given, the inputs are split, as in RowParallelLinear.
+
+        Gradients are those of the group's loss. A tensor that is equal on all ranks has the same gradient on all ranks.
+        If the ranks have different elements of a tensor, each gets the gradient of its own elements.
 
         Args:
-            input: (rows, ..., features). The rows are this rank's if `gather_input` is True, otherwise those of all
-                ranks. The features are this rank's if `reduce_output_type` is given and `split_input` is False,
-                otherwise all.
-            weight: this rank's part of the weight: with `reduce_output_type`, (out_features, in_features / tp_size),
-                otherwise (out_features / tp_size, in_features).
-            bias: the bias for this rank's outputs, or None. With `reduce_output_type`, the sum of the outputs contains
-                the biases of all ranks. To add a bias only once, pass None, and add the bias to the result.
-            gather_input: whether to concatenate the rows of all ranks first.
-            gather_output: whether to return the features of all ranks instead of this rank's. Ignored with
-                `reduce_output_type`.
-            split_input: whether to use only this rank's features of `input`.
-            reduce_output_type: how to sum the outputs of all ranks. With None they are not summed.
+            input: (rows, ..., features). With `gather_input` the rows are this rank's (equally many on all ranks),
+                otherwise those of all ranks. There are in_features / tp_size features if `reduce_output_type` is given
+                and `split_input` is False, otherwise in_features.
+            weight: (out_features / tp_size, in_features). If `reduce_output_type` is given: (out_features,
+                in_features / tp_size).
+            bias: (out_features / tp_size,), or None. If `reduce_output_type` is given: (out_features,). The result then
+                contains the sum of the biases of all ranks. To add a bias only once, pass None, and add it to the
+                result.
+            gather_input: whether to all-gather the rows of all ranks first.
+            gather_output: whether to all-gather the output features of all ranks. Ignored if `reduce_output_type` is
+                given.
+            split_input: whether `input` has all features, of which this function takes this rank's. Use it only if
+                `reduce_output_type` is given.
+            reduce_output_type: how to sum the outputs of all ranks. None does not sum them.
             async_gather_chunks: for compatibility with BMTrain; ignored.
 
         Returns:
-            The output, (rows, ..., features). The rows are this rank's with ReduceType.REDUCE_SCATTER, otherwise those
-            of all ranks. With `reduce_output_type` or `gather_output` it has all features, otherwise this rank's.
+            (rows, ..., features). With ReduceType.REDUCE_SCATTER the rows are this rank's, otherwise those of all
+            ranks. There are out_features / tp_size features if `reduce_output_type` is None and `gather_output` is
+            False, otherwise out_features.
         """
         grid = current_world().grid
         if grid is None:
@@ -117,20 +132,24 @@ def _bias(size: int, dtype: torch.dtype | None, tp_mode: bool, dim: int) -> Dist
 class ColumnParallelLinear(DistributedModule):
     """Linear layer y = x Aᵀ + b whose outputs are split over the ranks of a tensor-parallel group.
 
-    Collective: every rank must call it. Each rank stores the elements of `weight` and `bias` for out_features / tp_size
-    outputs; state dicts contain those for all outputs. Weight and bias are zero until they are loaded, or until
-    `init_parameters` draws the weight from the Glorot normal distribution. "All ranks" here are those of this rank's
-    tensor-parallel group, and "rows" are dimension 0 of inputs and outputs. The output has the rows of all ranks.
+    Collective: every rank must create it and call its forward. With tp_size 1 nothing is split.
+
+    `weight` is this rank's part (out_features / tp_size, in_features), and `bias` (out_features / tp_size,). Each part
+    is sharded over the ranks that have the same part. State dicts contain the whole tensors. Weight and bias are zero
+    until they are loaded, or until `init_parameters` draws the weight from the Glorot normal distribution.
+
+    In the shapes below, n is the number of rows (dimension 0) of one rank, and N = tp_size · n is that of its group, in
+    rank order.
 
     Args:
         in_features: the size of the last dimension of the input.
         out_features: the total number of output features, a multiple of tp_size.
         bias: whether the layer has a bias.
         dtype: a floating dtype. None uses torch's default dtype.
-        gather_output: whether the output has the features of all ranks, and is equal on all of them. Otherwise it has
-            this rank's features.
-        gather_input: whether the input has only this rank's rows (the same number on all ranks). Otherwise it has the
-            rows of all ranks, and is equal on all of them.
+        gather_output: True: the output is (N, ..., out_features), equal on all ranks of the group. False: it is
+            (N, ..., out_features / tp_size), the features that this rank computes.
+        gather_input: True: the input is (n, ..., in_features), this rank's rows, and is all-gathered. False: it is
+            (N, ..., in_features), equal on all ranks of the group.
         async_gather_chunks: for compatibility with BMTrain; ignored.
 
     Raises:
@@ -168,19 +187,24 @@ class ColumnParallelLinear(DistributedModule):
 class RowParallelLinear(DistributedModule):
     """Linear layer y = x Aᵀ + b whose inputs are split over the ranks of a tensor-parallel group.
 
-    Collective: every rank must call it. Each rank has in_features / tp_size columns of `weight`; state dicts contain
-    all columns. Weight and bias are zero until they are loaded, or until `init_parameters` draws the weight from the
-    Glorot normal distribution. "All ranks" here are those of this rank's tensor-parallel group.
+    Collective: every rank must create it and call its forward. With tp_size 1 nothing is split.
+
+    `weight` is this rank's part (out_features, in_features / tp_size), which is sharded over the ranks that have the
+    same part. `bias` (out_features,) is not split. State dicts contain the whole tensors. Weight and bias are zero
+    until they are loaded, or until `init_parameters` draws the weight from the Glorot normal distribution.
+
+    In the shapes below, n is the number of rows (dimension 0) of one rank, and N = tp_size · n is that of its group, in
+    rank order.
 
     Args:
         in_features: the total number of input features, a multiple of tp_size.
         out_features: the size of the last dimension of the output.
         bias: whether the layer has a bias.
         dtype: a floating dtype. None uses torch's default dtype.
-        split_input: True: the input has all in_features of this rank's rows (dimension 0; equally many on all ranks).
-            False: it has in_features / tp_size features of the rows of all ranks, as a ColumnParallelLinear returns.
-        all_reduce_output: whether the output has the rows of all ranks, and is equal on all of them. Otherwise it has
-            this rank's rows.
+        split_input: True: the input is (n, ..., in_features), all features of this rank's rows. False: it is
+            (N, ..., in_features / tp_size), this rank's features, as a ColumnParallelLinear returns.
+        all_reduce_output: True: the output is (N, ..., out_features), equal on all ranks of the group. False: it is
+            (n, ..., out_features), this rank's rows.
         async_chunks: for compatibility with BMTrain; ignored.
 
     Raises:
@@ -223,8 +247,11 @@ class RowParallelLinear(DistributedModule):
 class VPEmbedding(DistributedModule):
     """Embedding whose vocabulary is split over a tensor-parallel group. It also projects hidden states to logits.
 
-    Collective: every rank must call it. Each rank has vocab_size / tp_size rows of `weight`; state dicts contain all
-    rows. The weight is zero until it is loaded, or until `init_parameters` draws it from a normal distribution.
+    Collective: every rank must create it and call its forward. With tp_size 1 nothing is split.
+
+    `weight` is this rank's part (vocab_size / tp_size, embedding_size), which is sharded over the ranks that have the
+    same part. State dicts contain the whole weight. It is zero until it is loaded, or until `init_parameters` draws it
+    from a normal distribution.
 
     Args:
         vocab_size: the total number of tokens in the vocabulary, a multiple of tp_size.
@@ -232,8 +259,8 @@ class VPEmbedding(DistributedModule):
         dtype: a floating dtype. None uses torch's default dtype.
         init_mean: the mean of the normal distribution.
         init_std: the standard deviation of the normal distribution.
-        same_rows: True: the inputs are equal on all ranks of this rank's tensor-parallel group. False: each rank has
-            different rows (dimension 0; equally many on all ranks).
+        same_rows: True: the inputs of forward are equal on all ranks of the group. False: each rank passes other rows
+            (dimension 0), equally many on all ranks.
 
     Raises:
         ValueError: a size is not positive or cannot be split, or `dtype` is not a floating dtype.
@@ -262,13 +289,17 @@ class VPEmbedding(DistributedModule):
     def forward(self, x: Tensor, projection: bool = False) -> Tensor:
         """Look up tokens, or project hidden states to logits.
 
+        Collective: every rank must call it.
+
         Args:
-            x: tokens (...) or, with `projection`, hidden states (..., embedding_size).
+            x: tokens (n, ...) or, with `projection`, hidden states (n, ..., embedding_size).
             projection: whether `x` is hidden states to project, instead of tokens to look up.
 
         Returns:
-            The embeddings of `x`, (..., embedding_size). With `projection`, the logits of this rank's part of the
-            vocabulary for the rows of all ranks of the tensor-parallel group, (..., vocab_size / tp_size).
+            The embeddings of `x`, (n, ..., embedding_size). With `projection`, the logits of this rank's tokens, which
+            are vocab_size / tp_size consecutive ones: (n, ..., vocab_size / tp_size) if `same_rows` is True. Otherwise
+            the rows of all ranks of the tensor-parallel group are projected, in rank order: (tp_size · n, ...,
+            vocab_size / tp_size).
         """
         grid = current_world().grid
         if projection:

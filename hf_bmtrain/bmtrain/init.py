@@ -70,8 +70,9 @@ def init_distributed(
             "peer": each rank reads shards from the memory of other ranks, and writes gradients of blocks to their
             memory. This needs all these ranks on one host and, on GPUs, peer access. "collective": with collectives of
             NCCL or gloo. "two-level": with collectives first between hosts, so that each shard enters a host once, and
-            then inside each host. This needs several hosts with the same number of ranks. "auto": on GPUs "peer" for
-            large shards if possible; with several hosts "two-level" if possible; otherwise "collective".
+            then inside each host. This needs several hosts with equally many ranks, at least two. "auto": the first of
+            these that is possible: "peer" (only on GPUs, and only for shards of at least 16 MiB; smaller ones use
+            collectives), "two-level", "collective".
         pipe_size: for compatibility with BMTrain; must be 1 or -1.
         tp_size: the number of consecutive ranks in a tensor-parallel group. Layers of `nn` such as ColumnParallelLinear
             split their weights over the group, and `auto_wrap` splits models of transformers by their `tp_plan`. It
@@ -83,17 +84,20 @@ def init_distributed(
             the ranks of one host, so that every host has a complete copy, and only gradients are exchanged between
             hosts (hybrid sharding, HSDP). "host+world": gradients and optimizer state over all ranks, but weights over
             the ranks of one host. Hosts then exchange the new weights once per step, which is slower than "host" but
-            needs less memory. "auto": if the bandwidth between hosts is less than half of that inside a host,
-            "host+world" (or "host" if `gather` does not allow that), otherwise "world". The log says what was selected
-            and why. On one host, all values mean the same. "host" and "host+world" need the same number of ranks on all
-            hosts.
+            needs less memory. "auto": the first of these whose condition is met. "world" if the hosts have different
+            numbers of ranks, or one rank each. "host" if gather="peer". "world" if the measured bandwidth between hosts
+            is at least half of that inside a host. "host" if gather="collective". "host+world" otherwise. The log says
+            what was selected and why. On one host, all values mean the same. "host" needs hosts with equally many
+            ranks, and "host+world" also at least two on each. "host" does not work with gather="two-level", nor
+            "host+world" with gather="collective" or, on several hosts, "peer".
 
     Raises:
         RuntimeError: this function was called before, a rank did not call it within `timeout`, the ranks' arguments
-            differ, or `gather` or `shard_over` is not possible on these hosts.
+            or versions of packages differ, the launcher's variables are incomplete or contradict each other, or
+            `gather` or `shard_over` is not possible on these hosts.
         NotImplementedError: `pipe_size` is neither 1 nor -1.
-        TypeError, ValueError: another argument has the wrong type or is out of range, or `tp_size` above 1 is combined
-            with a `shard_over` other than "world".
+        TypeError, ValueError: another argument has the wrong type or is out of range, `gather` and `shard_over` do not
+            work together, or `tp_size` above 1 is combined with a `shard_over` other than "world".
 
     Example::
 

@@ -88,9 +88,9 @@ def load_state(
 
     Collective: every rank must call it. Each rank reads its own elements, regardless of the number of ranks that saved
     the checkpoint, and verifies the checksums of all bytes that it uses. If a checkpoint is incomplete or damaged, the
-    previous one is loaded instead, with a warning that names the file and the tensor. On the same number of ranks, the
-    resumed training is bitwise identical to an uninterrupted one. On another number of ranks, the random generators are
-    re-seeded, and buffers whose values differed between the saving ranks get the values of rank 0.
+    next older one is loaded instead, with a warning that names the file and the tensor. On the same number of ranks,
+    the resumed training is bitwise identical to an uninterrupted one. On another number of ranks, the random generators
+    are re-seeded, and buffers whose values differed between the saving ranks get the values of rank 0.
 
     Args:
         folder: a folder of checkpoints, or one checkpoint.
@@ -104,7 +104,9 @@ def load_state(
         random: whether to restore the random generators of Python, NumPy, torch and the device.
 
     Returns:
-        A `Resumed`, which is the step of the checkpoint. None, without any change, if `folder` has no checkpoint.
+        A `Resumed`: the step of the checkpoint as an int, with the attributes `step`, `folder` and `extra` (the object
+        that was passed to `save_state`). Unlike a plain int, it is true in a condition even for step 0. None, without
+        any change, if `folder` has no checkpoint or does not exist.
 
     Raises:
         RuntimeError: on every rank, if no checkpoint is intact, or if the checkpoint does not fit the model or the

@@ -42,7 +42,9 @@ class BMTrainCallback(TrainerCallback):
 
     When the trainer is constructed, the callback raises an error for arguments that do not work with a sharded model,
     and shards adapters that the trainer added. If `torch_compile` is set, it compiles the blocks (transformer layers).
-    Before each save, it lets every rank write its own elements of weights and optimizer state to the checkpoint.
+    In each save, every rank writes its own elements of weights and optimizer state to the checkpoint. If the model has
+    adapters, a `tp_size`, or another `save_pretrained` than transformers', the full weights are also gathered, and rank
+    0 saves them with `save_pretrained`.
 
     To each log entry with the training loss, it adds samples_per_second and tokens_per_second (over all ranks),
     model_tflops_per_device, peak_memory_gib (the largest of any rank) and, with loss scaling, loss_scale. For mixtures
@@ -50,9 +52,10 @@ class BMTrainCallback(TrainerCallback):
     router/unused_experts (the number of experts without tokens) and router/aux_loss.
 
     If the gradient norm in such an entry is inf or nan (without loss scaling), or the loss scale is below 1, a warning
-    names the block, parameter and rank that caused it. Training ends with an error after three such norms in a row, if
-    the loss scale falls below 2⁻²⁴, or if callbacks set a flag of Trainer's control (such as `should_save`) on only
-    some of the ranks.
+    says so. The gradients of the next 16 steps are then examined, and if inf or nan occurs again, a second warning
+    names the block, parameter and rank. Training ends with an error if the norm is inf or nan in three entries in a
+    row, if the loss scale falls below 2⁻²⁴, or if callbacks set a flag of Trainer's control (such as `should_save`) on
+    only some of the ranks.
 
     Put this callback last in `callbacks`, so that it sees whether another callback requested a save. Reporters such as
     TensorBoard run before it and do not receive its numbers; with `bmt.hf.Trainer` they do.
@@ -224,11 +227,18 @@ class BMTrainCallback(TrainerCallback):
     def stage(self, args: Any, model: Any) -> None:
         """Gather the full weights on rank 0, so that Trainer's `save_model` can save them there without other ranks.
 
-        Collective: every rank must call it.
+        Collective: every rank must call it. The callback calls it at the end of training, and `bmt.hf.Trainer` in
+        `save_model`. With another trainer, call it before `save_model` if the weights have changed since then. The
+        weights stay in rank 0's host memory until the next training step or checkpoint.
 
         Args:
             args: the trainer's TrainingArguments.
             model: the sharded model.
+
+        Example::
+
+            callback.stage(trainer.args, trainer.model)
+            trainer.save_model("folder")
         """
         self._adopt(args, model)
         assert self._weights is not None
@@ -251,10 +261,13 @@ class BMTrainCallback(TrainerCallback):
     # -- logs ---------------------------------------------------------------------------------------------------
 
     def take_report(self, logs: dict[str, float]) -> None:
-        """Move the metrics measured since the last log entry (such as tokens_per_second) into the new entry `logs`.
+        """Add the metrics that this callback has measured (such as tokens_per_second) to a log entry, and forget them.
+
+        You need not call it. The callback calls it in `on_log`, and `bmt.hf.Trainer` at the beginning of `log`, so that
+        reporters which run before this callback also get the metrics. Not collective.
 
         Args:
-            logs: the entry. It is changed only if it contains the training loss.
+            logs: the entry. It is changed, in place, only if it has the key "loss".
         """
         if "loss" in logs:
             logs.update(self._report)

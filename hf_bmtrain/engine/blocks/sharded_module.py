@@ -63,15 +63,20 @@ class ShardedModule(torch.nn.Module):
         raise NotImplementedError
 
     def state_dict(self, *args, destination=None, prefix: str = "", keep_vars: bool = False):
-        """Return the state dict with full tensors on the CPU and the module's usual keys. Tied weights stay tied.
+        """Return a state dict with copies of all full parameters on the CPU, under the module's usual keys.
 
-        Collective: every rank must call it.
+        Collective: every rank must call it. Every rank gets all parameters, so each needs host memory for them. With
+        `tp_size`, they are whole tensors. Tied weights share one copy. Buffers (`register_buffer`) are not copied: the
+        state dict has the module's own tensors.
 
         Args:
-            *args: as in torch.nn.Module.
-            destination: a dict to be filled, as in torch.nn.Module.
-            prefix: added before every key, as in torch.nn.Module.
-            keep_vars: ignored, because the tensors are copies without gradients.
+            *args: ignored. Pass the other arguments by keyword.
+            destination: a dict to be filled and returned; None creates one.
+            prefix: added before every key.
+            keep_vars: ignored, because the parameters are copied without gradients.
+
+        Returns:
+            A dict {key: tensor}, which `load_state_dict` accepts, and also the same model without sharding.
         """
         outermost = destination is None
         if outermost:
@@ -83,16 +88,23 @@ class ShardedModule(torch.nn.Module):
         return destination.plain() if outermost else destination
 
     def load_state_dict(self, state_dict, *args, **kwargs):
-        """Load full tensors, of which each rank copies only its own elements. Collective: every rank must call it.
+        """Load a state dict of full tensors. Each rank copies only its own elements of the parameters.
+
+        Collective: every rank must call it, with the same parameters. Only buffers (`register_buffer`) may differ
+        between the ranks.
 
         Args:
-            state_dict: the full tensors, the same on every rank.
-            *args: as in torch.nn.Module.
-            **kwargs: as in torch.nn.Module.
+            state_dict: {key: full tensor}, such as the result of `state_dict`, or the state dict of the model without
+                sharding.
+            *args: `strict` and `assign`, as in torch.nn.Module, except that `assign` must be False.
+            **kwargs: the same arguments by keyword.
+
+        Returns:
+            The named tuple (missing_keys, unexpected_keys) of torch.nn.Module.
 
         Raises:
-            RuntimeError: parameters in `state_dict` differ between the ranks (then nothing is loaded), or as in
-                torch.nn.Module.
+            RuntimeError: parameters in `state_dict` differ between the ranks (nothing is loaded then), keys are missing
+                or unexpected although `strict` is True, shapes do not fit, or `assign` is True.
         """
         check_full_tensors(self, state_dict)
         return super().load_state_dict(state_dict, *args, **kwargs)

@@ -34,12 +34,13 @@ class OptimManager:
     scale, skipped steps are normal. They are logged at INFO, and every eighth in a row as a warning. Without a loss
     scale, or at the minimum scale, all skipped steps are logged as warnings.
 
-    With AdamOptimizer, the host does not wait for the device in `step`, because the norm, clip factor, scale and skip
-    flag are scalars on the device. The host reads the skip flag in the next `backward` or `step`, and then advances the
-    schedulers. (On the CPU, this happens in the same `step`.) For other optimizers, `step` waits for the flag.
+    On a GPU, a step ends only in the next `backward`, `scale_loss`, `step` or `state_dict`. The host then reads whether
+    the step was skipped, and either advances the schedulers or drops the gradients. On the CPU, a step ends in `step`
+    itself. With AdamOptimizer, the host does not wait for the device in `step`. With other optimizers it waits, because
+    it must know before the update whether to skip.
 
     Args:
-        loss_scale: the initial loss scale, a power of two, for float16; None for no scaling.
+        loss_scale: the initial loss scale, for float16. A power of two adds no rounding. None for no scaling.
         loss_scale_factor: the factor by which the scale grows and shrinks. None uses the value of `init_distributed`,
             which is 2 by default.
         loss_scale_steps: the number of steps in a row without overflow after which the scale grows. None uses the value
@@ -48,8 +49,9 @@ class OptimManager:
         max_loss_scale: the maximum loss scale.
         grad_scale: the number by which the sum of the ranks' gradients is divided. None uses the number of ranks, which
             gives the mean.
-        max_skipped_steps: the number of skipped steps in a row after which `step` or the next `backward` raises
-            RuntimeError. Steps that a lower loss scale can avoid do not count. None for no limit.
+        max_skipped_steps: the number of skipped steps in a row after which `step` or, on a GPU, the next `backward`
+            raises RuntimeError. With a loss scale, a skipped step counts only if the skip before it has left the scale
+            at its minimum. None for no limit.
 
     Raises:
         TypeError, ValueError: an argument has the wrong type or is out of range.
@@ -146,15 +148,17 @@ class OptimManager:
         return self.schedulers
 
     def add_optimizer(self, optimizer: torch.optim.Optimizer, lr_scheduler: Any = None) -> None:
-        """Add an optimizer and its scheduler.
+        """Add an optimizer, which `step` will step, and its scheduler.
+
+        All ranks must add the same optimizers in the same order.
 
         Args:
             optimizer: an optimizer over parameters of the sharded model.
-            lr_scheduler: an object with a method `step()`, which is called after every step that was not skipped; or
-                None.
+            lr_scheduler: an object with a method `step()`, which the manager calls after every step that was not
+                skipped; or None. Do not call it yourself.
 
         Raises:
-            TypeError: `optimizer` or `lr_scheduler` has no `step()`.
+            TypeError: `optimizer` has no `step()` or no `param_groups`, or `lr_scheduler` has no `step()`.
             ValueError: the optimizer was added before, or was created before its model was sharded, so that its steps
                 would have no effect.
         """
@@ -179,7 +183,9 @@ class OptimManager:
             optimizer.loss_scale = self._scale
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Set the gradients of all optimizers' parameters to None, or to zero.
+        """Set the gradients of all optimizers' parameters to None, or to zero. Not collective.
+
+        Call it after each step, before the next backward, which would otherwise add its gradients to the old ones.
 
         Args:
             set_to_none: True sets `.grad` to None. False fills it with zeros.
@@ -193,18 +199,20 @@ class OptimManager:
         self._used = {}  # drop these references, so that the memory of the gradients can be used in the next forward
 
     def backward(self, loss: torch.Tensor | None = None) -> None:
-        """Multiply a loss by the loss scale and run its backward, which averages gradients over the ranks.
+        """Multiply this rank's loss by the loss scale and run its backward, which averages gradients over the ranks.
 
-        Collective: every rank must call it.
+        Collective: every rank must call it. Afterwards, `.grad` of a sharded parameter has this rank's elements of the
+        mean, still multiplied by the loss scale. With the argument `grad_scale` of OptimManager, it is the sum over the
+        ranks divided by `grad_scale` instead. Several backwards accumulate in `.grad`, as in torch.
 
         Args:
-            loss: a scalar, or a tensor of one element.
+            loss: a tensor of one element. It is required: the default, None, raises ValueError.
 
         Raises:
             TypeError: `loss` is not a tensor.
-            ValueError: `loss` does not have one element, or does not require a gradient.
-            RuntimeError: the last step was skipped, and either the limit of skipped steps has been reached, or the
-                weights had been updated during the backward already, by `update_in_backward`.
+            ValueError: `loss` is None, does not have one element, or does not require a gradient.
+            RuntimeError: the last step was skipped, and `max_skipped_steps` has been reached, or `update_in_backward`
+                had already applied the inf or nan to the weights.
         """
         if loss is None:
             raise ValueError("backward() needs the loss. Call manager.backward(loss).")
@@ -225,20 +233,25 @@ class OptimManager:
             raise
 
     def scale_loss(self, loss: torch.Tensor) -> torch.Tensor:
-        """Return the loss times the loss scale. Call `backward()` on the result instead of `OptimManager.backward`.
+        """Return the loss times the loss scale, for code that calls `backward()` itself.
 
-        The loss is also multiplied by the number of ranks divided by `grad_scale`, an argument of OptimManager. The
-        mean of the gradients over the ranks thus becomes their sum divided by `grad_scale`. `step` divides the
-        gradients by the loss scale only.
+        `OptimManager.backward(loss)` is the same as `OptimManager.scale_loss(loss).backward()`, with checks of the
+        loss. Collective: every rank must call it, because all ranks report a skipped step together.
 
-        Collective if the last step was skipped: every rank must then call it.
+        The loss is also multiplied by (number of ranks) / `grad_scale`, with the argument `grad_scale` of OptimManager.
+        Backward averages gradients over the ranks, so this factor makes the mean the sum divided by `grad_scale`.
+        `step` divides the gradients by the loss scale, but not by this factor.
 
         Args:
-            loss: a scalar, or a tensor of one element.
+            loss: this rank's loss.
+
+        Returns:
+            A float32 tensor of the shape of `loss`; or `loss` itself, if it need not be multiplied.
 
         Raises:
             TypeError: `loss` is not a tensor.
-            RuntimeError: the last step was skipped, and `backward` would raise the same error.
+            RuntimeError: the last step was skipped, and `max_skipped_steps` has been reached, or `update_in_backward`
+                had already applied the inf or nan to the weights.
         """
         if not isinstance(loss, torch.Tensor):
             expect_tensor("loss", loss)
@@ -252,12 +265,12 @@ class OptimManager:
     def clip_grad_norm(
         self, param_groups: Iterable[dict], max_norm: float, norm_type: float = 2, scale: Any = None, eps: float = 1e-6
     ) -> torch.Tensor:
-        """Clip the norm of gradients over all ranks, as torch.nn.utils.clip_grad_norm_ does.
+        """Clip the gradients in `param_groups` by their common norm over all ranks, between backward and `step`.
 
-        Collective: every rank must call it. If the factor max_norm / (norm + eps) is below 1, gradients are multiplied
-        by it. The norm is that of the gradients without the loss scale. If `param_groups` contains all gradients of an
-        optimizer, `step` applies the factor when that optimizer updates the weights, and this call does not change
-        `.grad`. Other gradients are multiplied in place by this call.
+        Collective: every rank must call it. As with torch.nn.utils.clip_grad_norm_, gradients are multiplied by
+        max_norm / (norm + eps) if this factor is below 1. The norm is that of the full gradients, without the loss
+        scale. If `param_groups` contains all parameters of an added optimizer that have a gradient, `.grad` does not
+        change, and `step` applies the factor in the update. Other gradients are multiplied in place by this call.
 
         Args:
             param_groups: `optimizer.param_groups`, or a list of dicts with "params".
@@ -267,7 +280,8 @@ class OptimManager:
             eps: a small number that is added to the norm in the factor.
 
         Returns:
-            The norm before clipping, a float32 scalar on the device. Reading its value waits for the device.
+            The norm before clipping, a float32 scalar on the device. Reading its value waits for the device. If it is
+            inf or nan, `step` is skipped.
 
         Raises:
             RuntimeError: an optimizer has already used the gradients during the backward, because of
@@ -310,13 +324,16 @@ class OptimManager:
 
     @torch.no_grad()
     def step(self) -> None:
-        """Make one step with every optimizer, or with none if a gradient is inf or nan.
+        """Make one step with every optimizer and its scheduler, or with none if a gradient is inf or nan.
 
-        Collective: every rank must call it.
+        Collective: every rank must call it. The optimizers use the gradients divided by the loss scale and clipped by
+        `clip_grad_norm`. Then the loss scale is adapted. On a GPU, the schedulers step later, in the next `backward` or
+        `step`. After each step, call `zero_grad`, because only a skipped step drops its gradients by itself.
 
         Raises:
-            RuntimeError: there is no optimizer, the ranks' managers differ, the limit of skipped steps has been
-                reached, or an optimizer has used an inf or nan during the backward (`update_in_backward`).
+            RuntimeError: there is no optimizer; or the ranks' managers differ in `grad_scale`, the settings of the loss
+                scale, or the classes of optimizers and schedulers. Or a step was skipped, and `max_skipped_steps` has
+                been reached, or `update_in_backward` had already applied the inf or nan to the weights.
         """
         if not self.optimizers:
             raise RuntimeError("OptimManager has no optimizer. Call add_optimizer first.")
@@ -411,12 +428,18 @@ class OptimManager:
 
         Args:
             gather_opt: True returns the full state of the optimizers on rank 0, which any number of ranks can load, and
-                no tensors on other ranks. False returns each rank's own state. Only the same rank can load it, in a job
-                with the same number of ranks on each host, and the same `gather`, `shard_over` and `tp_size` of
-                `init_distributed`.
+                no tensors on other ranks, so save only rank 0's result. False returns each rank's own state, so save
+                each rank's result in its own file. Only the same rank can load it, in a job with the same number of
+                ranks on each host, and the same `gather`, `shard_over` and `tp_size` of `init_distributed`.
 
         Returns:
-            A dict for `load_state_dict`. It contains checksums, with which `load_state_dict` verifies it.
+            A dict for `load_state_dict`: "optimizers", the list of the optimizers' states; "checksums", with which
+            `load_state_dict` verifies the values; and the entries of `own_state`.
+
+        Raises:
+            RuntimeError: an optimizer keeps its state under names instead of parameters; with gather_opt=True, the
+                ranks have state for different parameters; or the last step was skipped, and `max_skipped_steps` has
+                been reached, or `update_in_backward` had already applied the inf or nan to the weights.
         """
         world = current_world()
         expect_flag("gather_opt", gather_opt)
@@ -428,7 +451,18 @@ class OptimManager:
     def own_state(self) -> dict[str, Any]:
         """Return the state of the schedulers and the loss scale, without that of the optimizers.
 
-        The result is the same on every rank. Collective if the last step was skipped: every rank must then call it.
+        `bmt.save_state` and `state_dict` call it. Call it only in code that saves the optimizers' states itself, and
+        load the result with `load_own_state`. Collective: every rank must call it, because all ranks report a
+        skipped step together.
+
+        Returns:
+            A dict, the same on every rank. "lr_schedulers": for each optimizer, the `state_dict()` of its scheduler, or
+            None. "loss_scale": the loss scale, or None. "clean_steps": the number of steps without overflow since the
+            loss scale last changed.
+
+        Raises:
+            RuntimeError: the last step was skipped, and `max_skipped_steps` has been reached, or `update_in_backward`
+                had already applied the inf or nan to the weights.
         """
         self._end_last_step()
         return {
@@ -438,23 +472,25 @@ class OptimManager:
         }
 
     def load_state_dict(self, state_dict: dict[str, Any], gather_opt: bool | None = None) -> None:
-        """Load a state. The same optimizers must have been added as when the state was saved.
+        """Load a state that `state_dict` returned. First add the same optimizers and schedulers in the same order.
 
-        Collective: every rank must call it. Before anything is loaded, the checksums, the number of optimizers and the
-        presence of schedulers and a loss scale are checked. Then the optimizers are loaded one after another, then the
-        schedulers, and then the loss scale. If one of them raises an error, those before it have been loaded already.
-        In that case, do not continue training before you have loaded a state that fits.
+        Collective: every rank must call it. The checksums, the number of optimizers and the presence of schedulers and
+        a loss scale are checked before anything is loaded. Next, the optimizers are loaded one after another, then the
+        schedulers and the loss scale. If one of them raises an error, those before it have already been loaded. In that
+        case, load a state that fits before you continue training.
 
         Args:
-            state_dict: the result of `state_dict`. If it was saved with gather_opt=True, all ranks pass rank 0's
-                result. Remove its entry "checksums" if you have changed values in it.
+            state_dict: with gather_opt=False, the result of `state_dict` on this rank; with gather_opt=True, that of
+                rank 0, on every rank. Remove its entry "checksums" if you have changed values in it.
             gather_opt: the value with which the state was saved; None accepts both.
 
         Raises:
             TypeError: `state_dict` is not a dict, or `gather_opt` is not a bool or None.
-            ValueError: the state is incomplete, or does not fit this manager, an optimizer or a scheduler.
-            RuntimeError: the ranks' states differ where they must be equal, or a value does not match its checksum
-                because the file is damaged. Or the last step was skipped, and `backward` would raise the same error.
+            ValueError: the state is incomplete, or does not fit this manager, an optimizer, a scheduler or this rank.
+            RuntimeError: the ranks pass different schedulers' states, loss scales or settings of optimizers, or
+                different full states; a value does not match its checksum, because the file is damaged; or the last
+                step was skipped, and `max_skipped_steps` has been reached, or `update_in_backward` had already applied
+                the inf or nan to the weights.
         """
         expect_kind("state_dict", state_dict, dict, "the result of OptimManager.state_dict()")
         lacking = [key for key in ("optimizers", "lr_schedulers", "loss_scale", "clean_steps") if key not in state_dict]
@@ -479,17 +515,16 @@ class OptimManager:
         self.load_own_state(state_dict)
 
     def check_own_state(self, state: dict[str, Any]) -> None:
-        """Check that a saved state fits this manager, without loading it.
+        """Check that a state of schedulers and loss scale fits this manager, without loading it. Not collective.
 
-        `bmt.load_state` and `load_state_dict` call this before they load anything. The states of the optimizers are not
-        checked.
+        `bmt.load_state`, `load_state_dict` and `load_own_state` call it before they load anything, so you need not.
 
         Args:
-            state: the result of `own_state` of the manager that was saved.
+            state: the result of `own_state` or `state_dict` of the manager that was saved.
 
         Raises:
-            ValueError: the saved manager had another number of optimizers, or schedulers for other optimizers, or only
-                one of the two managers has a loss scale.
+            ValueError: the saved manager had another number of optimizers, an optimizer had a scheduler then but has
+                none now (or the reverse), or only one of the two managers has a loss scale.
         """
         schedulers = state["lr_schedulers"]
         theirs, mine = ([scheduler is not None for scheduler in each] for each in (schedulers, self.schedulers))
@@ -509,15 +544,18 @@ class OptimManager:
     def load_own_state(self, state: dict[str, Any]) -> None:
         """Load the state of the schedulers and the loss scale, but not that of the optimizers.
 
-        Collective if the last step was skipped: every rank must then call it.
+        `bmt.load_state` and `load_state_dict` call it. Call it only in code that loads the optimizers' states itself.
+        Collective: every rank must call it, because all ranks report a skipped step together.
 
         Args:
             state: the result of `own_state`.
 
         Raises:
-            ValueError: `check_own_state` raises it, and nothing is loaded. Or a scheduler raises it, because the state
-                is of another kind of scheduler; the schedulers before it have been loaded then.
-            RuntimeError: the last step was skipped, and `backward` would raise the same error.
+            ValueError: the saved manager had another number of optimizers, schedulers for other optimizers, or a loss
+                scale if this one has none (or the reverse). Nothing is loaded then. Or a scheduler rejects its state;
+                the schedulers before it have already been loaded.
+            RuntimeError: the last step was skipped, and `max_skipped_steps` has been reached, or `update_in_backward`
+                had already applied the inf or nan to the weights.
         """
         self.check_own_state(state)
         self._end_last_step()

@@ -23,7 +23,8 @@ def fuse_causal_loss(model: torch.nn.Module) -> bool:
     """Make `model(input_ids, labels=...)` compute its training loss in chunks, without storing the full logits.
 
     The output's `loss` is the one that the model itself would compute, with the same shift of the labels and the same
-    `num_items_in_batch`; `logits` is None. Evaluation and calls without labels do not change.
+    `num_items_in_batch`. The output has no logits: `output.logits` is None, and a tuple has one entry less. Calls
+    without labels, or in `model.eval()`, do not change.
 
     The model's own forward runs, but its head (the output layer) returns a placeholder instead of logits. The
     placeholder records what the model does with the logits: scaling (Cohere, Granite), soft-capping (Gemma), casts to
@@ -31,10 +32,12 @@ def fuse_causal_loss(model: torch.nn.Module) -> bool:
     other operation makes the head compute the full logits, and the log names that operation once.
 
     Args:
-        model: a model whose `get_output_embeddings()` is a plain `torch.nn.Linear`, before or after `auto_wrap`.
+        model: a model whose forward takes `labels`, and whose `get_output_embeddings()` is a plain `torch.nn.Linear`
+            without hooks. It is changed in place, before or after `auto_wrap`.
 
     Returns:
-        True if the loss is fused. If it cannot be, the model is unchanged, and the log gives the reason.
+        True if the loss is now computed in chunks. False if that is impossible; the model is then unchanged, and the
+        log gives the reason.
     """
     expect_module("model", model)
     find_head = getattr(model, "get_output_embeddings", None)

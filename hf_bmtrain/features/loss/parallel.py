@@ -15,18 +15,22 @@ from .criterion import NumItems, criterion
 def parallel_cross_entropy_func(logits: Tensor, target: Tensor, label_smoothing: float = 0.0) -> Tensor:
     """Return the cross entropy of each row of logits whose classes are split over a tensor-parallel group.
 
-    Collective: every rank must call it. All ranks of a group get the same losses, and must compute the same total loss
-    from these, because backward does not communicate: each rank uses its own gradient of the losses.
+    Collective: every rank must call it. Each rank of a group has the logits of its own classes, for the same rows.
+    Without `tp_size`, this is the usual cross entropy.
+
+    All ranks of a group must compute the same total loss from the result. Backward does not communicate: each rank
+    multiplies its own gradient of the losses by their derivatives with respect to its own logits.
 
     Args:
         logits: (..., classes / tp_size), floating, the logits of this rank's classes. They are the output of a
             ColumnParallelLinear or of the projection of a VPEmbedding.
-        target: (...) int, the class of each row. Targets below 0, such as -100, have loss 0 and gradient 0. On CUDA,
-            where checking would synchronize, a target that is too large makes the loss and gradient of its row NaN.
+        target: (...) int, the class of each row, counted over all classes; the same on all ranks of a group. Targets
+            below 0, such as -100, have loss 0 and gradient 0.
         label_smoothing: the weight, in [0, 1], of the uniform distribution over all classes in each target.
 
     Returns:
-        (...) float32.
+        (...) float32, the loss of each row, the same on all ranks of a group. On CUDA, where checking would make the
+        host wait, a target that is too large makes the loss and gradient of its row NaN.
 
     Raises:
         TypeError: `label_smoothing` is not a number.

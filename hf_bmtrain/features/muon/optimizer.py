@@ -38,8 +38,10 @@ class MuonOptimizer(AdamOptimizer):
     state can be loaded on another number of ranks. OptimManager and torch.amp.GradScaler work as with AdamOptimizer.
 
     Args:
-        params: the sharded model, or parameter groups. A group is a dict with "params", "muon" (whether Muon updates
-            these parameters) and the settings that differ from the arguments.
+        params: the sharded model, whose parameters are then divided as described above; or parameter groups. A group is
+            a dict with "params", "muon" (True if Muon updates these parameters, False if AdamW does), and the settings
+            that differ from the arguments. In a group with "muon": False, these are "lr", "betas", "eps" and
+            "weight_decay", without "adam_".
         lr: the learning rate of matrices: a number, or a tensor of one element. A tensor on a GPU makes the host wait
             in each step.
         weight_decay: wd, the weight decay of matrices.
@@ -47,7 +49,7 @@ class MuonOptimizer(AdamOptimizer):
         nesterov: whether the momentum is Nesterov's.
         ns_coefficients: the three coefficients of the Newton–Schulz iteration, which orthogonalizes matrices.
         eps: the lower bound of the norm by which an update is divided before the iteration.
-        ns_steps: the number of iterations, less than 100.
+        ns_steps: the number of iterations, from 0 to 99.
         adjust_lr_fn: f, the factor of the learning rate for a matrix with A rows and B columns. "original", or None:
             √max(1, A/B). "match_rms_adamw": 0.2·√max(A, B), so that AdamW's learning rate and weight decay can be
             used. "spectral_unclamped": √(A/B).
@@ -58,8 +60,9 @@ class MuonOptimizer(AdamOptimizer):
 
     Raises:
         TypeError: an argument has the wrong type.
-        ValueError: a setting is out of range, the model has no matrices in blocks, or a group with "muon": True
-            contains a parameter that is not a matrix.
+        ValueError: a setting is out of range, the model has no matrices in blocks, or a group lacks "muon". Or
+            `tp_size` has split a parameter of the model, or of a group with "muon": True; or such a group contains a
+            parameter that is not a matrix.
 
     Example::
 
@@ -112,12 +115,20 @@ class MuonOptimizer(AdamOptimizer):
         """Add parameters that the optimizer updates from the next step on, with their own settings.
 
         Args:
-            param_group: a dict with "params", "muon" (True if Muon updates these parameters, False if AdamW does), and
-                the settings that differ from the optimizer's.
+            param_group: a dict. "params" (parameters) and "muon" (True if Muon updates them, False if AdamW does) are
+                required. Other keys are settings; those left out get the values that MuonOptimizer was created with.
+                With "muon": True they are "lr", "weight_decay", "momentum", "nesterov", "ns_coefficients", "eps",
+                "ns_steps" and "adjust_lr_fn". With "muon": False they are "lr", "betas", "eps" and "weight_decay",
+                without "adam_", and AdamOptimizer's "hold_steps" and "decoupled".
 
         Raises:
-            ValueError: a setting is out of range, a key is missing, or the group has "muon": True and contains a
-                parameter that is not a matrix.
+            TypeError: `param_group` is not a dict, or a setting has the wrong type.
+            ValueError: a setting is out of range, or "muon" is missing. Or the group has "muon": True, and contains a
+                parameter that is not a matrix, or that tensor parallelism (`tp_size`) has split.
+
+        Example::
+
+            optimizer.add_param_group({"params": norms, "muon": False, "lr": 1e-4, "weight_decay": 0.0})
         """
         expect_kind("param_group", param_group, dict, 'a dict with "params" and "muon"')
         if not isinstance(param_group.get("muon"), bool):

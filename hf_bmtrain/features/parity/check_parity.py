@@ -56,7 +56,8 @@ def check_parity(
             argument. Each rank passes its own batch.
         loss: a function of the model's output that returns the scalar loss. None uses the output's `loss` or, if the
             output is a tensor, the output itself.
-        optimizer: a function that returns an optimizer for a list of parameters. None uses SGD with lr=0.1.
+        optimizer: a function that returns an optimizer for a list of parameters, such as
+            `functools.partial(torch.optim.AdamW, lr=1e-3)`. None uses SGD with lr=0.1.
         bound: the allowed difference, relative to a reference magnitude. The reference of an output or update is its
             largest element; that of a gradient is its largest element plus a fifth of the largest element of all
             gradients. An update may also differ by the rounding of its weights. None allows 1e-10 in float64, 1e-5 in
@@ -64,7 +65,8 @@ def check_parity(
         verbose: whether to print the table on rank 0.
 
     Returns:
-        A `Parity`, with all differences and the loss.
+        A `Parity`, the same on every rank. Its `ok` is True if no difference is larger than allowed, and `first` is the
+        first that is. Such a difference raises no error.
 
     Raises:
         RuntimeError: a rank has too little memory for the full copies (the message gives the bytes), or the ranks
@@ -72,6 +74,10 @@ def check_parity(
         ValueError: the model is not wrapped, no scalar loss was found, or `bound` is negative.
         NotImplementedError: the model was wrapped with `tp_size`.
         TypeError: `model` is not a module, or `optimizer` is not a function.
+
+    Example::
+
+        assert bmt.check_parity(model, batch).ok
     """
     world = current_world()
     _check_arguments(model, optimizer, bound)

@@ -176,18 +176,18 @@ class DistributedParameter(ShardBase, torch.nn.Parameter):
         """
         self.buffer.update.wait()
 
-    def autograd_leaves(self) -> list[torch.nn.Parameter]:
+    def autograd_leaves(self) -> list[torch.Tensor]:
         """Return the leaves of autograd's graph that get this parameter's gradient on this rank.
 
-        You need not call it: `loss.backward(inputs=[parameter])` does. The sharded parameter itself is not in the
-        graph, because forwards read full parameters.
+        You need not call it: `loss.backward(inputs=[parameter])` does. Forwards read full parameters, not the sharded
+        one.
 
         Returns:
-            For a parameter of a block, a list with the full parameter. For a root parameter (one outside blocks), one
-            full parameter for each module that has read it so far; all of them share memory. Results of `gather` are
-            not included.
+            The full parameter that a block reads, the full parameter of each module outside blocks that has read it so
+            far (all of them share memory), and this parameter itself, from which `gather` computes its result.
         """
-        return [self.full] if self.on_demand is None else self.on_demand.full_params(self.index)
+        read = [] if self.on_demand is None else self.on_demand.full_params(self.index)
+        return [each for each in (self.full, *read, self) if each.requires_grad]
 
     def read_full(self) -> torch.Tensor:
         """Return the full parameter, as `gather` does. Functions of torch that need all elements call this method.

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import hf_bmtrain as bmt
-from cases import pairwise
+from cases import in_full, pairwise
 from ranks import on_ranks
 from twins import Tower, ids, losses
 
@@ -42,6 +42,22 @@ def test_backward(name, use_checkpoint):
     plain.backward()
     for each, parameter in mine.items():
         torch.testing.assert_close(parameter.gather_gradient(), twins[each].grad, rtol=5e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("name", ["layers.1.linear.weight", *in_full("embedding.weight")])
+@on_ranks(2, full=(1,))
+def test_gathered(name):
+    """A loss that depends on a parameter in a forward, and through the result of `gather`."""
+    model, twin = bmt.auto_wrap(Tower()), Tower()
+    mine, twins = dict(model.named_parameters())[name], dict(twin.named_parameters())[name]
+    loss, plain = losses(model, twin, 0)
+    (loss + mine.gather().pow(2).sum()).backward(inputs=[mine])
+    (plain + twins.pow(2).sum()).backward(inputs=[twins])
+    torch.testing.assert_close(mine.gather_gradient(), twins.grad, rtol=5e-6, atol=1e-7)
+    mine.gather().pow(2).sum().backward(inputs=[mine])
+    twins.pow(2).sum().backward(inputs=[twins])
+    torch.testing.assert_close(mine.gather_gradient(), twins.grad, rtol=5e-6, atol=1e-7)
+    assert all(parameter.grad is None for parameter in model.parameters() if parameter is not mine)
 
 
 @on_ranks(2, full=(1,))

@@ -178,7 +178,7 @@ def check_wrong_inputs(device) -> None:
         (logits, targets, {"weight": torch.ones(2, 3, device=device)}, r"one number per class, got \(2, 3\)"),
         (logits[:, :0], targets, {}, "no classes"),
         (logits, targets, {"num_items_in_batch": -1}, "must not be negative, got -1"),
-        (logits, targets, {"num_items_in_batch": torch.ones(2)}, r"one number, got shape \(2,\)"),
+        (logits, targets, {"num_items_in_batch": torch.ones(2)}, r"one number, got a tensor of shape \(2,\)"),
         (logits, targets, {"num_items_in_batch": 3, "reduction": "sum"}, "reduction='sum' computes no mean"),
         (logits, targets, {"softcap": -1.0}, "must not be negative, got -1.0"),
     ]:

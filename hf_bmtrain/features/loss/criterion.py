@@ -153,6 +153,6 @@ def refuse_double_backward(function: str) -> None:
     """Raise RuntimeError in a backward with create_graph=True. function: the loss function's name, for the message."""
     if torch.is_grad_enabled():
         raise RuntimeError(
-            f"{function} does not support double backward (create_graph=True): its gradient is computed by kernels "
-            "that autograd cannot differentiate. Use torch.nn.functional.cross_entropy instead."
+            f"{function} does not support double backward (create_graph=True): autograd cannot differentiate its "
+            "gradient. Use torch.nn.functional.cross_entropy on the logits of all classes instead."
         )

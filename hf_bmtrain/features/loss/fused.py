@@ -91,18 +91,15 @@ class FusedCrossEntropy(torch.nn.Module):
 
             * If all targets are ignored, the mean is 0 and the gradient 0 (a rank may have only padding).
             * A logit of -inf means that the class has probability 0. If a logit is NaN or +inf, the loss and gradient
-              of its row are NaN. With `softcap`, -inf and +inf are replaced by -softcap and +softcap. With `parallel`,
-              -inf makes the loss NaN or, with label smoothing, inf.
+              of its row are NaN. With `softcap`, -inf and +inf are replaced by -softcap and +softcap.
             * On CUDA, a target out of range makes the loss of its row NaN, and hence the mean or sum too. The gradient
-              of that row is 0; the gradients of other rows are correct. With `parallel`, a negative target has loss 0
-              and gradient 0 on any device, and on CUDA the gradient of a target above the range is NaN.
+              of that row is 0; the gradients of other rows are correct.
 
         Raises:
             TypeError: an argument has a wrong type.
-            ValueError: a shape or dtype is wrong. On the CPU also: a target is out of range (with `parallel`, only if
-                it is too large). On CUDA, this check would synchronize.
-            RuntimeError: in backward, for create_graph=True (not detected with `parallel`, which does not support it
-                either); with `inplace` also for a second backward.
+            ValueError: a shape or dtype is wrong. On the CPU also: a target is out of range. On CUDA, this check would
+                synchronize.
+            RuntimeError: in backward, for create_graph=True; with `inplace` also for a second backward.
         """
         if self.parallel:
             return parallel_cross_entropy(

@@ -7,9 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...engine.base.arguments import expect_number
 from ...engine.runtime.world import Grid, current_world
-from .criterion import NumItems, criterion
+from .criterion import NumItems, criterion, refuse_double_backward
 
 
 def parallel_cross_entropy_func(logits: Tensor, target: Tensor, label_smoothing: float = 0.0) -> Tensor:
@@ -24,30 +23,22 @@ def parallel_cross_entropy_func(logits: Tensor, target: Tensor, label_smoothing:
     Args:
         logits: (..., classes / tp_size), floating, the logits of this rank's classes. They are the output of a
             ColumnParallelLinear or of the projection of a VPEmbedding.
-        target: (...) int, the class of each row, counted over all classes; the same on all ranks of a group. Targets
-            below 0, such as -100, have loss 0 and gradient 0.
+        target: (...) of any integer dtype, the class of each row, counted over all classes; the same on all ranks of a
+            group. A target of -100 has loss 0 and gradient 0. On CUDA, where a check would make the host wait, any
+            other target that is no class has loss NaN and gradient 0.
         label_smoothing: the weight, in [0, 1], of the uniform distribution over all classes in each target.
 
     Returns:
-        (...) float32, the loss of each row, the same on all ranks of a group. On CUDA, where checking would make the
-        host wait, a target that is too large makes the loss and gradient of its row NaN.
+        (...) float32, the loss of each row, the same on all ranks of a group. A logit of -inf means that the class has
+        probability 0.
 
     Raises:
         TypeError: `label_smoothing` is not a number.
-        ValueError: `target` has another shape than `logits` without the last dimension; `label_smoothing` is not in
-            [0, 1]; or, on the CPU, a target is not below the total number of classes.
+        ValueError: `target` is not of an integer dtype, or has another shape than `logits` without the last dimension;
+            `label_smoothing` is not in [0, 1]; or, on the CPU, a target is neither a class nor -100.
+        RuntimeError: in backward, for create_graph=True.
     """
-    expect_number("label_smoothing", label_smoothing, "from 0 to 1", lambda share: 0 <= share <= 1)
-    if target.shape != logits.shape[:-1]:
-        raise ValueError(
-            f"target must have the shape of logits without the last dimension, {tuple(logits.shape[:-1])}, but has "
-            f"{tuple(target.shape)}. Every rank needs the targets of all rows of its tensor-parallel group."
-        )
-    grid = current_world().grid
-    classes = logits.shape[-1] * (1 if grid is None else grid.size)
-    if target.device.type == "cpu" and target.numel() and (highest := int(target.max())) >= classes:
-        raise ValueError(f"target {highest} is not a class in [0, {classes}). To ignore a row, set its target to -100.")
-    return _CrossEntropy.apply(grid, logits, target.long(), label_smoothing)
+    return parallel_cross_entropy(logits, target, -100, "none", label_smoothing, None)
 
 
 def parallel_cross_entropy(
@@ -75,15 +66,23 @@ def parallel_cross_entropy(
     Returns:
         float32: a scalar, or (...) with reduction "none".
     """
-    rows = criterion(None, ignore_index, reduction, label_smoothing, 0.0, 0.0, num_items)
-    targets = targets.long()
-    losses = parallel_cross_entropy_func(logits, targets.masked_fill(targets == ignore_index, -100), label_smoothing)
-    return rows.reduce(losses, rows.factor(targets))
+    how = criterion(None, ignore_index, reduction, label_smoothing, 0.0, 0.0, num_items)
+    if targets.shape != logits.shape[:-1]:
+        raise ValueError(
+            f"target must have the shape of logits without the last dimension, {tuple(logits.shape[:-1])}, but has "
+            f"{tuple(targets.shape)}. Every rank needs the targets of all rows of its tensor-parallel group."
+        )
+    grid = current_world().grid
+    targets = how.indices(targets, logits.shape[-1] * (1 if grid is None else grid.size))
+    losses = _CrossEntropy.apply(grid, logits, targets, ignore_index, label_smoothing)
+    return how.reduce(losses, how.factor(targets))
 
 
 class _CrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, grid: Grid | None, logits: Tensor, target: Tensor, smoothing: float) -> Tensor:
+    def forward(
+        ctx: Any, grid: Grid | None, logits: Tensor, target: Tensor, ignore_index: int, smoothing: float
+    ) -> Tensor:
         own = logits.shape[-1]
         wide = logits.detach().float()
 
@@ -100,16 +99,22 @@ class _CrossEntropy(torch.autograd.Function):
         chosen = wide.gather(-1, index).squeeze(-1).masked_fill(others, 0)
         sums = torch.stack([chosen, wide.exp().sum(-1), wide.sum(-1)])  # in one tensor, for a single all-reduce
         chosen, total, every = reduce(sums).unbind()
-        log_total, ignored = total.log().masked_fill(target >= classes, float("nan")), target < 0
-        loss = (1 - smoothing) * (log_total - chosen) + smoothing * (log_total - every / classes)
-        ctx.save_for_backward(wide - log_total.unsqueeze(-1), index, others, ignored)
+        log_total = total.log()
+        loss = (1 - smoothing) * (log_total - chosen)
+        if smoothing:  # otherwise the term would be 0 * inf, which is NaN, if a logit is -inf
+            loss = loss + smoothing * (log_total - every / classes)
+        ignored, outside = target == ignore_index, (target < 0) | (target >= classes)
+        ctx.save_for_backward(wide - log_total.unsqueeze(-1), index, others, ignored | outside)
         ctx.smoothing, ctx.classes, ctx.dtype = smoothing, classes, logits.dtype
-        return loss.masked_fill(ignored, 0)
+        return loss.masked_fill(outside, torch.nan).masked_fill(ignored, 0)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[None, Tensor, None, None]:
-        log_softmax, index, others, ignored = ctx.saved_tensors
-        own = log_softmax.exp() - ctx.smoothing / ctx.classes
+    def backward(ctx: Any, gradient: Tensor) -> tuple[None, Tensor, None, None, None]:
+        refuse_double_backward("parallel_cross_entropy_func")
+        log_softmax, index, others, nothing = ctx.saved_tensors
+        own = log_softmax.exp()
+        if ctx.smoothing:
+            own -= ctx.smoothing / ctx.classes
         own.scatter_add_(-1, index, (ctx.smoothing - 1) * (~others).float().unsqueeze(-1))
-        own *= gradient.masked_fill(ignored, 0).unsqueeze(-1)
-        return None, own.to(ctx.dtype), None, None
+        own.mul_(gradient.unsqueeze(-1)).masked_fill_(nothing.unsqueeze(-1), 0)
+        return None, own.to(ctx.dtype), None, None, None

@@ -370,12 +370,15 @@ def transformers_plans(folder: Path) -> None:
 
 
 def wrong_target() -> None:
-    """A target that is no class is refused by name on the CPU, and makes its row NaN on a GPU."""
-    logits, target = torch.zeros(2, WORDS // TOGETHER), torch.tensor([WORDS, 1])
+    """A target that is no class is refused by name on the CPU. On a GPU, its row has loss NaN and gradient 0."""
+    logits, target = torch.zeros(3, WORDS // TOGETHER, requires_grad=True), torch.tensor([WORDS, 1, -1])
     if logits.is_cuda:
-        assert bmt.nn.parallel_cross_entropy_func(logits, target).isnan().tolist() == [True, False]
+        losses = bmt.nn.parallel_cross_entropy_func(logits, target)
+        losses.sum().backward()
+        assert losses.isnan().tolist() == [True, False, True]
+        assert logits.grad.any(-1).tolist() == [False, True, False]
         return
-    with pytest.raises(ValueError, match="target 12 is not a class in"):
+    with pytest.raises(ValueError, match=r"target 12 at \[0\] is neither a class in .* 2 of 3"):
         bmt.nn.parallel_cross_entropy_func(logits, target)
 
 

@@ -33,9 +33,10 @@ def all_gather(x: torch.Tensor, comm: Any = None) -> torch.Tensor:
 
     Args:
         x: (...), any dtype; shape and dtype must be equal on all ranks.
-        comm: None gathers from all ranks. `config["tp_comm"]` or `config["tp_zero_comm"]` gathers from the ranks of
-            this rank's group only: rank r is the one with index r in the group, and the world size is the size of the
-            group. Even then, every rank of the world must call the function.
+        comm: the ranks that take part. None: all ranks. `config["tp_comm"]`: the ranks of this rank's tensor-parallel
+            group. `config["tp_zero_comm"]`: the ranks with the same index in their tensor-parallel groups as this rank.
+            With a group, rank r is the rank with index r in the group, and the world size is the size of the group.
+            Every rank of the world must call the function in each case, with the `comm` of its own group.
 
     Returns:
         (world size, ...), a new tensor on the device of `x`. Row r is the `x` of rank r.
@@ -61,8 +62,9 @@ def all_reduce(x: torch.Tensor, op: str = "sum", comm: Any = None) -> torch.Tens
     Args:
         x: (...); shape and dtype must be equal on all ranks. The dtypes bool, int16 and complex are not supported.
         op: "sum", "avg", "max", "min" or "prod". "avg" needs a floating dtype.
-        comm: None for all ranks, or `config["tp_comm"]` or `config["tp_zero_comm"]` for the ranks of this rank's group.
-            Even then, every rank of the world must call the function.
+        comm: the ranks that take part. None: all ranks. `config["tp_comm"]`: the ranks of this rank's tensor-parallel
+            group. `config["tp_zero_comm"]`: the ranks with the same index in their tensor-parallel groups as this rank.
+            Every rank of the world must call the function in each case, with the `comm` of its own group.
 
     Returns:
         (...), a new tensor on the device of `x`, equal on all ranks.
@@ -95,17 +97,18 @@ def _all_reduce(ranks: _Ranks, x: torch.Tensor, op: str) -> torch.Tensor:
 def reduce_scatter(x: torch.Tensor, op: str = "sum", comm: Any = None) -> torch.Tensor:
     """Reduce a tensor over all ranks and return this rank's part of dimension 0. Differentiable.
 
-    Collective: every rank must call it, and run its backward. For "sum", the gradient of `x` is the concatenation of
-    all ranks' gradients of their results. For "avg", it is that divided by the world size. For "max", "min" and "prod",
-    it is distributed over the ranks as in `all_reduce`.
+    Collective: every rank must call it, and run its backward. Backward concatenates the gradients that all ranks have
+    of their results, also with `config["tp_comm"]`. For "sum", the gradient of `x` is this concatenation g. For "avg",
+    it is g / world size. For "max", "min" and "prod", it is computed from g as in `all_reduce`.
 
     Args:
         x: (world size * n, ...); shape and dtype must be equal on all ranks. The dtypes bool, int16 and complex are not
             supported.
         op: "sum", "avg", "max", "min" or "prod". "avg" needs a floating dtype.
-        comm: None for all ranks, or `config["tp_comm"]` or `config["tp_zero_comm"]` for the ranks of this rank's group;
-            the rank is the index in the group, and the world size is the size of the group. Even then, every rank of
-            the world must call the function.
+        comm: the ranks that take part. None: all ranks. `config["tp_comm"]`: the ranks of this rank's tensor-parallel
+            group. `config["tp_zero_comm"]`: the ranks with the same index in their tensor-parallel groups as this rank.
+            With a group, the rank is the index in the group, and the world size is the size of the group. Every rank of
+            the world must call the function in each case, with the `comm` of its own group.
 
     Returns:
         (n, ...), rows rank * n to (rank + 1) * n - 1 of the reduced tensor, on the device of `x`.
@@ -138,8 +141,9 @@ def broadcast(x: torch.Tensor, root: int, comm: Any = None) -> torch.Tensor:
     Args:
         x: (...), any dtype; shape and dtype must be equal on all ranks. Only the values on the rank `root` are used.
         root: the rank whose `x` is returned. If `comm` selects a group, the rank's index in that group.
-        comm: None for all ranks, or `config["tp_comm"]` or `config["tp_zero_comm"]` for the ranks of this rank's group.
-            Even then, every rank of the world must call the function.
+        comm: the ranks that take part. None: all ranks. `config["tp_comm"]`: the ranks of this rank's tensor-parallel
+            group. `config["tp_zero_comm"]`: the ranks with the same index in their tensor-parallel groups as this rank.
+            Every rank of the world must call the function in each case, with the `comm` of its own group.
 
     Returns:
         (...), a new tensor on the device of `x`.
@@ -316,8 +320,9 @@ def sum_loss(loss: torch.Tensor, comm: Any = None) -> torch.Tensor:
 
     Args:
         loss: a scalar on every rank, or (...) with equal shape and dtype on all ranks.
-        comm: None for all ranks, or `config["tp_comm"]` or `config["tp_zero_comm"]` for the ranks of this rank's group.
-            Even then, every rank of the world must call the function.
+        comm: the ranks that take part. None: all ranks. `config["tp_comm"]`: the ranks of this rank's tensor-parallel
+            group. `config["tp_zero_comm"]`: the ranks with the same index in their tensor-parallel groups as this rank.
+            Every rank of the world must call the function in each case, with the `comm` of its own group.
 
     Returns:
         (...) float32, on the device of `loss`.

@@ -196,11 +196,12 @@ class InspectTensor:
 
         Returns:
             A list with a dict for each recorded tensor, in order, the same on every rank. All values describe the
-            concatenation of the ranks' tensors on dimension 0. The keys are:
+            concatenation of the ranks' tensors on dimension 0. Scalars are combined as if they had shape (1,), so their
+            statistics are over one number of each rank. The keys are:
 
             * name: `group.N.name`, or `N.name` without a group. N counts the tensors of the same group and name, from
               0.
-            * shape: the shape of the concatenation. Scalars have shape ().
+            * shape: the shape of the concatenation; () for scalars.
             * std (unbiased), mean, max, min: over all elements.
             * grad_std, grad_mean: of the gradient, or None if no gradient was kept. Each rank's elements have the
               gradient of that rank's own loss, times the loss scale if there is one.

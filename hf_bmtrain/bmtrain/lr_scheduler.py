@@ -59,7 +59,7 @@ class WarmupLRScheduler:
         self.step(num_iter)
 
     def check(self) -> None:
-        """Check the settings of the schedule. `__init__` and `load_state_dict` call this method.
+        """Check the settings of this learning rate schedule. `__init__` and `load_state_dict` call this method.
 
         Raises:
             TypeError: a setting is not a number.
@@ -242,7 +242,7 @@ class Linear(WarmupLRScheduler):
     """
 
     def check(self) -> None:
-        """Check the settings of the schedule. `__init__` and `load_state_dict` call this method.
+        """Check the settings of this learning rate schedule. `__init__` and `load_state_dict` call this method.
 
         Raises:
             TypeError: a setting is not a number.
@@ -268,8 +268,8 @@ class Linear(WarmupLRScheduler):
 class Cosine(WarmupLRScheduler):
     """Schedule with a linear warm-up, then half a period of a cosine down to 0 (Loshchilov & Hutter 2017).
 
-    At step t, the learning rate is s * t / w while t < w, then (s / 2) * (1 + cos(pi * (t - w) / (e - w))), and 0 from
-    step e on. If e = w, it is s at step w, and 0 from step w + 1 on.
+    At step t, the learning rate is s * t / w while t < w. If e > w, it is (s / 2) * (1 + cos(pi * (t - w) / (e - w)))
+    from step w to step e, and 0 after that. If e = w, it is s at step w, and 0 from step w + 1 on.
 
     Args:
         optimizer: the optimizer whose `param_groups` receive the learning rate.
@@ -284,7 +284,7 @@ class Cosine(WarmupLRScheduler):
     """
 
     def check(self) -> None:
-        """Check the settings of the schedule. `__init__` and `load_state_dict` call this method.
+        """Check the settings of this learning rate schedule. `__init__` and `load_state_dict` call this method.
 
         Raises:
             TypeError: a setting is not a number.
@@ -336,7 +336,7 @@ class Exponential(WarmupLRScheduler):
         super().__init__(optimizer, start_lr, warmup_iter, end_iter, num_iter)
 
     def check(self) -> None:
-        """Check the settings of the schedule. `__init__` and `load_state_dict` call this method.
+        """Check the settings of this learning rate schedule. `__init__` and `load_state_dict` call this method.
 
         Raises:
             TypeError: a setting is not a number.

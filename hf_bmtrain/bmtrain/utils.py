@@ -41,7 +41,7 @@ class AverageRecorder:
         self._sum, self._weight = 0.0, 0.0
 
     def record(self, value: float) -> None:
-        """Add a number, or a tensor of one element, to the average."""
+        """Include a number, or the number in a tensor of one element, in the running average."""
         if not isinstance(value, torch.Tensor) or value.numel() != 1:
             expect_number("value", value, "or a tensor of one element")
         self._sum = self.alpha * self._sum + (1 - self.alpha) * float(value)

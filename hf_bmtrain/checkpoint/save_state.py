@@ -85,10 +85,11 @@ def save_state(
     random generators of every rank, and which layers compute in float8. Nothing is gathered: each rank writes its own
     elements into the files, so `folder` must be on a file system that all ranks share.
 
-    Hugging Face's `from_pretrained` can load the model from the checkpoint's folder (`model*.safetensors` and
-    `config.json`), except a PEFT model. `optimizer*.safetensors` contain the optimizer state in the parameters' shapes.
-    With `tp_size`, a weight that is split on its columns (dimension 1, as in RowParallelLinear) is stored as (tp_size,
-    rows, columns / tp_size), which only `load_state` with the same `tp_size` can load.
+    Hugging Face's `from_pretrained` can load a model of transformers from the checkpoint's folder (`model*.safetensors`
+    and `config.json`), except if it is a PEFT model, if the checkpoint was saved with `trained_only`, or if `tp_size`
+    has split a weight on its columns. Such a weight (split on dimension 1, as in RowParallelLinear) is stored as
+    (tp_size, rows, columns / tp_size), which only `load_state` with the same `tp_size` can load.
+    `optimizer*.safetensors` contain the optimizer state in the parameters' shapes.
 
     The files are written to a temporary folder, flushed to disk, checksummed, and renamed into place; only then are
     older checkpoints deleted. If the job is killed, earlier checkpoints are intact. If an older checkpoint cannot be
@@ -102,7 +103,8 @@ def save_state(
         scheduler: one or several objects with a `state_dict`. Schedulers of an OptimManager are always saved.
         extra: data of this rank, which `load_state` returns as `extra` of its result: tensors, numbers, strings, lists
             and dicts.
-        step: the step of the checkpoint. None uses one more than the step of the newest checkpoint in `folder`.
+        step: the training step, which is stored in the checkpoint and is part of its default name. None uses one more
+            than the step of the newest checkpoint in `folder`, or 1 if there is none.
         keep: the number of checkpoints to keep in `folder`, including this one, whatever their names. The first saved
             are deleted first. None keeps all. The next save tries again to delete checkpoints that could not be
             deleted.
@@ -112,11 +114,14 @@ def save_state(
             step waits for the copies. Before you change weights in another way, call `SavingState.wait`. The first call
             allocates host memory for this rank's values (page-locked if there is a GPU); later calls reuse it. Errors
             are raised on all ranks by `wait`, or by the next `save_state` or `load_state` of the folder.
-        name: the name of the checkpoint's folder, without a slash. None uses checkpoint-`step`. A checkpoint that has
-            this name already is replaced. `load_state` finds checkpoints of any name; the newest is the last saved.
-        add: a function that is called on every rank with the path of an empty folder. Files that it writes there become
-            part of the checkpoint. If several ranks write files with the same name, the file of the lowest rank is
-            saved. Files with the names of this function's own files, such as config.json, are not saved.
+        name: the name of the checkpoint's folder, without a slash, instead of checkpoint-`step`. None uses
+            checkpoint-`step`. An older checkpoint with the same name is replaced. `load_state` finds checkpoints of any
+            name; the newest is the one saved last, whatever its name and step.
+        add: a function that writes additional files of the checkpoint. It is called on every rank, with the path of an
+            empty folder of that rank's own. `save_state` calls it before it returns, also with `non_blocking`. The
+            files of all ranks become part of the checkpoint. If several ranks write a file with the same name, that of
+            the lowest rank is saved. A file with the name of one that `save_state` itself writes, such as config.json,
+            is not saved.
 
     Returns:
         A `SavingState`, whose `folder` is the checkpoint's folder.

@@ -42,20 +42,25 @@ class BMTrainCallback(TrainerCallback):
 
     When the trainer is constructed, the callback raises an error for arguments that do not work with a sharded model,
     and shards adapters that the trainer added. If `torch_compile` is set, it compiles the blocks (transformer layers).
-    In each save, every rank writes its own elements of weights and optimizer state to the checkpoint. If the model has
-    adapters, a `tp_size`, or another `save_pretrained` than transformers', the full weights are also gathered, and rank
-    0 saves them with `save_pretrained`.
+    In each save, every rank writes its own elements of weights and optimizer state to the checkpoint. The full weights
+    are also gathered, and rank 0 saves them, if the model has adapters, if `tp_size` has split its weights, if its
+    class overrides `save_pretrained`, or if it is not a model of transformers.
 
     To each log entry with the training loss, it adds samples_per_second and tokens_per_second (over all ranks),
     model_tflops_per_device, peak_memory_gib (the largest of any rank) and, with loss scaling, loss_scale. For mixtures
     of experts, it also adds router/busiest_share (the largest share of a layer's tokens that any expert got),
     router/unused_experts (the number of experts without tokens) and router/aux_loss.
 
-    If the gradient norm in such an entry is inf or nan (without loss scaling), or the loss scale is below 1, a warning
-    says so. The gradients of the next 16 steps are then examined, and if inf or nan occurs again, a second warning
-    names the block, parameter and rank. Training ends with an error if the norm is inf or nan in three entries in a
-    row, if the loss scale falls below 2⁻²⁴, or if callbacks set a flag of Trainer's control (such as `should_save`) on
-    only some of the ranks.
+    It also checks each entry with the training loss. An entry is bad if its gradient norm is inf or nan or, with loss
+    scaling, if its loss scale is below 1. (With loss scaling, the norm is not checked.)
+
+    * A bad entry is reported in a warning. The gradients of up to 16 of the next steps are then examined. If inf or nan
+      occurs again, another warning names the block, parameter and rank, and the examination ends.
+    * Training ends with an error if three entries in a row are bad because of their norms, or if the loss scale is
+      below 2⁻²⁴.
+
+    Training also ends with an error if callbacks set a flag of Trainer's control (such as `should_save`) on only some
+    of the ranks.
 
     Put this callback last in `callbacks`, so that it sees whether another callback requested a save. Reporters such as
     TensorBoard run before it and do not receive its numbers; with `bmt.hf.Trainer` they do.
@@ -63,9 +68,12 @@ class BMTrainCallback(TrainerCallback):
     Args:
         save_on_sigterm: when any rank receives SIGTERM, save a checkpoint at the end of the step and exit all ranks
             with status 143. For this, the ranks exchange a message after every step, which takes about a millisecond.
-        average_router_loss: whether the auxiliary loss of the routers of a mixture of experts is averaged over
-            micro-batches and ranks before it is multiplied by its coefficient. If False, Trainer adds it once per
-            micro-batch and rank.
+        average_router_loss: whether the auxiliary loss of the routers of a mixture of experts counts as its mean over
+            the micro-batches of a step and the ranks, so that its coefficient (such as `router_aux_loss_coef`) is the
+            effective one. False leaves it as Trainer computes it, the sum over micro-batches and ranks: the effective
+            coefficient is then larger, by the number of micro-batches in a step times the number of ranks. (Ranks that
+            share the same rows count as one. With `average_tokens_across_devices=False`, Trainer sums over
+            micro-batches only.)
 
     Example::
 
@@ -227,9 +235,10 @@ class BMTrainCallback(TrainerCallback):
     def stage(self, args: Any, model: Any) -> None:
         """Gather the full weights on rank 0, so that Trainer's `save_model` can save them there without other ranks.
 
-        Collective: every rank must call it. The callback calls it at the end of training, and `bmt.hf.Trainer` in
-        `save_model`. With another trainer, call it before `save_model` if the weights have changed since then. The
-        weights stay in rank 0's host memory until the next training step or checkpoint.
+        Collective: every rank must call it. The callback calls it at the end of training, so `save_model` works then.
+        `bmt.hf.Trainer` and other trainers with `bmt.hf.TrainerMixin` also call it in `save_model`. With transformers'
+        own Trainer, call it yourself before `save_model`, if training has not ended or the weights have changed since
+        its end. The gathered weights stay in rank 0's host memory until the next training step or checkpoint.
 
         Args:
             args: the trainer's TrainingArguments.

@@ -207,13 +207,18 @@ class TransformerBlockList(torch.nn.ModuleList):
     """A list of CheckpointBlocks in execution order, linked to each other for prefetching.
 
     Every module becomes a CheckpointBlock. The list can be iterated over, indexed and sliced like any ModuleList. (A
-    slice is a plain ModuleList.) It can be called as in BMTrain: `blocks(x, *args, **kwargs)` passes `x` through all
-    blocks, each of which gets the same `args` and `kwargs`. Creating the list is collective: every rank must do it.
+    slice is a plain ModuleList.) Creating the list is collective: every rank must do it.
+
+    The list can be called as in BMTrain. `blocks(x, *args, **kwargs)` passes the hidden state `x` through all blocks:
+    each block computes `x = block(x, *args, **kwargs)`, with the same `args` and `kwargs`. The result is the last `x`.
+    With num_hidden=2, `blocks(x, y, *args, **kwargs)` does the same with `x, y = block(x, y, *args, **kwargs)`, and the
+    result is the tuple of the last x and y.
 
     Args:
         modules: the layers, in execution order.
-        num_hidden: the number of hidden states that are passed from block to block. Each block gets them as its first
-            arguments and must return their new values, as a tuple if there are several.
+        num_hidden: the number of hidden states that are passed from block to block. They are the first positional
+            arguments of the list and of each block. A block must return as many new values, as a tuple if there are
+            several.
     """
 
     num_hidden: int = 1  # the default of lists that `wrap` turns into this class without calling __init__
@@ -288,13 +293,15 @@ class TransformerBlockList(torch.nn.ModuleList):
 class PipelineTransformerBlockList(TransformerBlockList):
     """A TransformerBlockList with the name of BMTrain's class for pipeline parallelism. It does not use pipelines.
 
-    It differs from a TransformerBlockList only in that its forward accepts `batch_related`. Creating it is collective:
-    every rank must do it.
+    It differs from a TransformerBlockList only in that a call accepts the keyword argument `batch_related`, and ignores
+    it. In BMTrain, it names the arguments that are split into micro-batches for the pipeline; here nothing is split.
+    Creating the list is collective: every rank must do it.
 
     Args:
         modules: the layers, in execution order. Every layer becomes a CheckpointBlock.
-        num_hidden: the number of hidden states that are passed from block to block. Each block gets them as its first
-            arguments and must return their new values, as a tuple if there are several.
+        num_hidden: the number of hidden states that are passed from block to block. They are the first positional
+            arguments of the list and of each block. A block must return as many new values, as a tuple if there are
+            several.
     """
 
     def forward(
@@ -304,7 +311,7 @@ class PipelineTransformerBlockList(TransformerBlockList):
 
         Args:
             *args: `num_hidden` hidden states, then further arguments, which are passed to every block.
-            batch_related: ignored. (BMTrain needs it to split arguments into micro-batches for its pipeline.)
+            batch_related: ignored. In BMTrain, it lists which of the further arguments are split into micro-batches.
             return_hidden_states: whether to also return the inputs of all blocks, stacked: one tensor of shape
                 (number of blocks, ...) for each hidden state.
             **kwargs: passed to every block.

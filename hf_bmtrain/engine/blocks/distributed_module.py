@@ -73,7 +73,8 @@ class DistributedModule(ShardedModule):
 
     A forward is a call of this module or of a DistributedModule that contains it, or a recomputation of such a call.
     After `auto_wrap`, calls of methods named `forward_...` or `get_..._features` also count as forwards, and so do
-    calls of `generate` if the model defines it.
+    calls of a `generate` of the model's own. (The `generate` that models inherit from transformers does not count,
+    because it only calls the model, and each of these calls is a forward.)
 
     Args:
         *args: passed to the next base class, usually torch.nn.Module.

@@ -260,10 +260,10 @@ class AdamOptimizer(torch.optim.Optimizer):
         ]  # fmt: skip
 
     def wait(self) -> None:
-        """Make the current stream wait for an update that runs on another stream. The host does not wait.
+        """Not needed with AdamOptimizer, which updates the weights on the stream that is current in `step`.
 
-        AdamOptimizer updates on the stream that is current in `step`, so this call is not needed. It exists for
-        AdamOffloadOptimizer, which updates on other streams.
+        The method exists so that the same code can call it on an AdamOffloadOptimizer, which updates the weights on
+        another stream. There, the current stream waits for the update, but the host does not.
         """
         for state in self._states:
             if state.run.buffer is not None:

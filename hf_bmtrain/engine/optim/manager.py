@@ -30,14 +30,14 @@ class OptimManager:
 
     If a gradient is inf or nan, the step is skipped: neither optimizers nor schedulers step, and the gradients are
     dropped. The loss scale, if there is one, is divided by `loss_scale_factor`, but not below `min_loss_scale`. One
-    line in the log "hf_bmtrain" names the block, the parameter and, if known, the rank of the inf or nan. With a loss
-    scale, skipped steps are normal. They are logged at INFO, and every eighth in a row as a warning. Without a loss
-    scale, or at the minimum scale, all skipped steps are logged as warnings.
+    line in the log "hf_bmtrain" names, as far as they are known, the block, the parameter and the rank of the inf or
+    nan. With a loss scale, skipped steps are normal. They are logged at INFO, and every eighth in a row as a warning.
+    Without a loss scale, or at the minimum scale, all skipped steps are logged as warnings.
 
-    On a GPU, a step ends only in the next `backward`, `scale_loss`, `step` or `state_dict`. The host then reads whether
-    the step was skipped, and either advances the schedulers or drops the gradients. On the CPU, a step ends in `step`
-    itself. With AdamOptimizer, the host does not wait for the device in `step`. With other optimizers it waits, because
-    it must know before the update whether to skip.
+    On a GPU, a step ends only in the next `backward`, `scale_loss` or `step`, or when a state is saved or loaded or
+    `loss_scale` is set. The host then reads whether the step was skipped, and either advances the schedulers or drops
+    the gradients. On the CPU, a step ends in `step` itself. With AdamOptimizer, the host does not wait for the device
+    in `step`. With other optimizers it waits, because it must know before the update whether to skip.
 
     Args:
         loss_scale: the initial loss scale, for float16. A power of two adds no rounding. None for no scaling.
@@ -49,9 +49,9 @@ class OptimManager:
         max_loss_scale: the maximum loss scale.
         grad_scale: the number by which the sum of the ranks' gradients is divided. None uses the number of ranks, which
             gives the mean.
-        max_skipped_steps: the number of skipped steps in a row after which `step` or, on a GPU, the next `backward`
-            raises RuntimeError. With a loss scale, a skipped step counts only if the skip before it has left the scale
-            at its minimum. None for no limit.
+        max_skipped_steps: the number of skipped steps in a row after which `step` or, on a GPU, the call that ends the
+            step (usually the next `backward`) raises RuntimeError. With a loss scale, a skipped step counts only if the
+            skip before it has left the scale at its minimum. None for no limit.
 
     Raises:
         TypeError, ValueError: an argument has the wrong type or is out of range.
@@ -206,13 +206,16 @@ class OptimManager:
         ranks divided by `grad_scale` instead. Several backwards accumulate in `.grad`, as in torch.
 
         Args:
-            loss: a tensor of one element. It is required: the default, None, raises ValueError.
+            loss: a tensor of one element. It is required. The default, None, exists only so that a call without a loss
+                raises a ValueError that explains this.
 
         Raises:
             TypeError: `loss` is not a tensor.
             ValueError: `loss` is None, does not have one element, or does not require a gradient.
-            RuntimeError: the last step was skipped, and `max_skipped_steps` has been reached, or `update_in_backward`
-                had already applied the inf or nan to the weights.
+            RuntimeError: the previous step was skipped because a gradient was inf or nan, and training cannot go on:
+                either `max_skipped_steps` steps in a row have been skipped, or `update_in_backward` had already applied
+                the inf or nan to the weights. (On a GPU, this is found only now, because the host did not wait for the
+                device in `step`.)
         """
         if loss is None:
             raise ValueError("backward() needs the loss. Call manager.backward(loss).")
@@ -236,7 +239,8 @@ class OptimManager:
         """Return the loss times the loss scale, for code that calls `backward()` itself.
 
         `OptimManager.backward(loss)` is the same as `OptimManager.scale_loss(loss).backward()`, with checks of the
-        loss. Collective: every rank must call it, because all ranks report a skipped step together.
+        loss. Collective: every rank must call it. On a GPU, this call ends the previous step, and if that step was
+        skipped, the ranks exchange messages to find which gradient was inf or nan.
 
         The loss is also multiplied by (number of ranks) / `grad_scale`, with the argument `grad_scale` of OptimManager.
         Backward averages gradients over the ranks, so this factor makes the mean the sum divided by `grad_scale`.
@@ -250,8 +254,10 @@ class OptimManager:
 
         Raises:
             TypeError: `loss` is not a tensor.
-            RuntimeError: the last step was skipped, and `max_skipped_steps` has been reached, or `update_in_backward`
-                had already applied the inf or nan to the weights.
+            RuntimeError: the previous step was skipped because a gradient was inf or nan, and training cannot go on:
+                either `max_skipped_steps` steps in a row have been skipped, or `update_in_backward` had already applied
+                the inf or nan to the weights. (On a GPU, this is found only now, because the host did not wait for the
+                device in `step`.)
         """
         if not isinstance(loss, torch.Tensor):
             expect_tensor("loss", loss)
@@ -326,14 +332,20 @@ class OptimManager:
     def step(self) -> None:
         """Make one step with every optimizer and its scheduler, or with none if a gradient is inf or nan.
 
-        Collective: every rank must call it. The optimizers use the gradients divided by the loss scale and clipped by
-        `clip_grad_norm`. Then the loss scale is adapted. On a GPU, the schedulers step later, in the next `backward` or
-        `step`. After each step, call `zero_grad`, because only a skipped step drops its gradients by itself.
+        Collective: every rank must call it, after `backward` and, to clip the gradients, after `clip_grad_norm`. The
+        optimizers use the clipped gradients, divided by the loss scale. Then the loss scale is adapted. On a GPU, the
+        schedulers step later, usually in the next `backward`, because only then does the host read whether the step was
+        skipped.
+
+        Call `zero_grad` after each step, before the next `backward`. Otherwise that backward adds its gradients to the
+        old ones, because only a skipped step drops its gradients by itself.
 
         Raises:
             RuntimeError: there is no optimizer; or the ranks' managers differ in `grad_scale`, the settings of the loss
-                scale, or the classes of optimizers and schedulers. Or a step was skipped, and `max_skipped_steps` has
-                been reached, or `update_in_backward` had already applied the inf or nan to the weights.
+                scale, or the classes of optimizers and schedulers. Or a step was skipped because a gradient was inf or
+                nan, and training cannot go on: either `max_skipped_steps` steps in a row have been skipped, or
+                `update_in_backward` had already applied the inf or nan to the weights. On the CPU this is the present
+                step. On a GPU it is the previous one, if no other call has ended it before.
         """
         if not self.optimizers:
             raise RuntimeError("OptimManager has no optimizer. Call add_optimizer first.")
@@ -437,9 +449,9 @@ class OptimManager:
             `load_state_dict` verifies the values; and the entries of `own_state`.
 
         Raises:
-            RuntimeError: an optimizer keeps its state under names instead of parameters; with gather_opt=True, the
-                ranks have state for different parameters; or the last step was skipped, and `max_skipped_steps` has
-                been reached, or `update_in_backward` had already applied the inf or nan to the weights.
+            RuntimeError: an optimizer keeps its state under names instead of parameters; or, with gather_opt=True, the
+                ranks have state for different parameters. Or the previous step was skipped because a gradient was inf
+                or nan, and training cannot go on, as in `own_state`.
         """
         world = current_world()
         expect_flag("gather_opt", gather_opt)
@@ -452,8 +464,8 @@ class OptimManager:
         """Return the state of the schedulers and the loss scale, without that of the optimizers.
 
         `bmt.save_state` and `state_dict` call it. Call it only in code that saves the optimizers' states itself, and
-        load the result with `load_own_state`. Collective: every rank must call it, because all ranks report a
-        skipped step together.
+        load the result with `load_own_state`. Collective: every rank must call it. On a GPU, this call ends the
+        previous step, and if that step was skipped, the ranks exchange messages to find which gradient was inf or nan.
 
         Returns:
             A dict, the same on every rank. "lr_schedulers": for each optimizer, the `state_dict()` of its scheduler, or
@@ -461,8 +473,10 @@ class OptimManager:
             loss scale last changed.
 
         Raises:
-            RuntimeError: the last step was skipped, and `max_skipped_steps` has been reached, or `update_in_backward`
-                had already applied the inf or nan to the weights.
+            RuntimeError: the previous step was skipped because a gradient was inf or nan, and training cannot go on:
+                either `max_skipped_steps` steps in a row have been skipped, or `update_in_backward` had already applied
+                the inf or nan to the weights. (On a GPU, this is found only now, because the host did not wait for the
+                device in `step`.)
         """
         self._end_last_step()
         return {
@@ -488,9 +502,9 @@ class OptimManager:
             TypeError: `state_dict` is not a dict, or `gather_opt` is not a bool or None.
             ValueError: the state is incomplete, or does not fit this manager, an optimizer, a scheduler or this rank.
             RuntimeError: the ranks pass different schedulers' states, loss scales or settings of optimizers, or
-                different full states; a value does not match its checksum, because the file is damaged; or the last
-                step was skipped, and `max_skipped_steps` has been reached, or `update_in_backward` had already applied
-                the inf or nan to the weights.
+                different full states; or a value does not match its checksum, because the file is damaged. Or the
+                previous step was skipped because a gradient was inf or nan, and training cannot go on, as in
+                `own_state`.
         """
         expect_kind("state_dict", state_dict, dict, "the result of OptimManager.state_dict()")
         lacking = [key for key in ("optimizers", "lr_schedulers", "loss_scale", "clean_steps") if key not in state_dict]
@@ -545,7 +559,8 @@ class OptimManager:
         """Load the state of the schedulers and the loss scale, but not that of the optimizers.
 
         `bmt.load_state` and `load_state_dict` call it. Call it only in code that loads the optimizers' states itself.
-        Collective: every rank must call it, because all ranks report a skipped step together.
+        Collective: every rank must call it. On a GPU, this call ends the previous step, and if that step was skipped,
+        the ranks exchange messages to find which gradient was inf or nan.
 
         Args:
             state: the result of `own_state`.
@@ -554,8 +569,10 @@ class OptimManager:
             ValueError: the saved manager had another number of optimizers, schedulers for other optimizers, or a loss
                 scale if this one has none (or the reverse). Nothing is loaded then. Or a scheduler rejects its state;
                 the schedulers before it have already been loaded.
-            RuntimeError: the last step was skipped, and `max_skipped_steps` has been reached, or `update_in_backward`
-                had already applied the inf or nan to the weights.
+            RuntimeError: the previous step was skipped because a gradient was inf or nan, and training cannot go on:
+                either `max_skipped_steps` steps in a row have been skipped, or `update_in_backward` had already applied
+                the inf or nan to the weights. (On a GPU, this is found only now, because the host did not wait for the
+                device in `step`.)
         """
         self.check_own_state(state)
         self._end_last_step()

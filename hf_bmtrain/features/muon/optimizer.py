@@ -24,24 +24,27 @@ class MuonOptimizer(AdamOptimizer):
 
         m ← μm + (1−μ)g    u ← μm + (1−μ)g with Nesterov, otherwise m    w ← w − lr·wd·w − lr · f · orthogonalized(u)
 
-    Here g is the gradient and m the momentum. Matrices are updated as by torch.optim.Muon: 2-D parameters inside blocks
-    (transformer layers), and each matrix of 3-D ones, such as experts. AdamW updates everything else: embeddings, the
-    head, norms, biases, convolutions, parameters with one row or column, and parameters that are also used outside the
-    blocks. `step()` is collective: every rank must call it.
+    Here g is the gradient and m the momentum. Muon updates the 2-D and 3-D parameters inside blocks (transformer
+    layers). A 2-D parameter is updated as by torch.optim.Muon. A 3-D parameter (count, rows, columns), such as the
+    experts of a layer, is a stack of matrices, each of which is orthogonalized by itself. AdamW updates everything
+    else: embeddings, the head, norms, biases, convolutions, parameters with one row or column, and parameters that are
+    also used outside the blocks. `step()` is collective: every rank must call it.
 
-    Each matrix is orthogonalized on one rank, its owner. The matrices are distributed so that all ranks have about the
-    same work. Every rank sends its elements to the owner and gets the results back in bfloat16, the dtype in which
-    torch.optim.Muon orthogonalizes too. This communication overlaps with the computation.
+    Each sharded matrix is orthogonalized on one rank, its owner. The owners are chosen so that all ranks have about the
+    same work. In a step, every rank updates the momentum of its own elements and computes u for them. It sends these
+    elements of u to the owner, as bfloat16. The owner orthogonalizes u in bfloat16, as torch.optim.Muon does, and sends
+    each rank its elements of the result, also as bfloat16. Each rank then updates its own elements of w. This
+    communication overlaps with computation. If a parameter is not sharded, every rank orthogonalizes it.
 
-    The state of a matrix takes 4 bytes per element, for the momentum. For half-precision weights it takes 8 bytes,
-    because it also includes float32 master weights. The state of other parameters is that of AdamOptimizer. A saved
-    state can be loaded on another number of ranks. OptimManager and torch.amp.GradScaler work as with AdamOptimizer.
+    The momentum is float32 and sharded like the weights, so it takes 4 bytes for each of this rank's elements. For
+    half-precision weights, the state also has float32 master weights, and takes 8 bytes. The state of other parameters
+    is that of AdamOptimizer. A saved state can be loaded on another number of ranks. OptimManager and
+    torch.amp.GradScaler work as with AdamOptimizer.
 
     Args:
-        params: the sharded model, whose parameters are then divided as described above; or parameter groups. A group is
-            a dict with "params", "muon" (True if Muon updates these parameters, False if AdamW does), and the settings
-            that differ from the arguments. In a group with "muon": False, these are "lr", "betas", "eps" and
-            "weight_decay", without "adam_".
+        params: the sharded model, whose parameters are then divided as described above; or a list of parameter groups.
+            A group is a dict with "params", "muon" (True if Muon updates these parameters, False if AdamW does), and
+            the settings that differ from the arguments. `add_param_group` lists their keys.
         lr: the learning rate of matrices: a number, or a tensor of one element. A tensor on a GPU makes the host wait
             in each step.
         weight_decay: wd, the weight decay of matrices.
@@ -60,9 +63,10 @@ class MuonOptimizer(AdamOptimizer):
 
     Raises:
         TypeError: an argument has the wrong type.
-        ValueError: a setting is out of range, the model has no matrices in blocks, or a group lacks "muon". Or
-            `tp_size` has split a parameter of the model, or of a group with "muon": True; or such a group contains a
-            parameter that is not a matrix.
+        ValueError: a setting is out of range, or a parameter's dtype is not supported. With a model: it has no matrix
+            in a block, or `tp_size` has split one of its parameters. With groups: there are none, one lacks "muon", or
+            one with "muon": True has a parameter that is not a matrix or a stack of matrices, or that `tp_size` has
+            split.
 
     Example::
 
@@ -116,15 +120,20 @@ class MuonOptimizer(AdamOptimizer):
 
         Args:
             param_group: a dict. "params" (parameters) and "muon" (True if Muon updates them, False if AdamW does) are
-                required. Other keys are settings; those left out get the values that MuonOptimizer was created with.
-                With "muon": True they are "lr", "weight_decay", "momentum", "nesterov", "ns_coefficients", "eps",
-                "ns_steps" and "adjust_lr_fn". With "muon": False they are "lr", "betas", "eps" and "weight_decay",
-                without "adam_", and AdamOptimizer's "hold_steps" and "decoupled".
+                required. The other keys are settings. Those left out get the values that MuonOptimizer was created
+                with. The keys are:
+
+                * With "muon": True, "lr", "weight_decay", "momentum", "nesterov", "ns_coefficients", "eps", "ns_steps"
+                  and "adjust_lr_fn", as the arguments of MuonOptimizer.
+                * With "muon": False, "lr", "betas", "eps" and "weight_decay". Left out, they get the values of
+                  `adam_lr`, `betas`, `adam_eps` and `adam_weight_decay`. AdamOptimizer's "hold_steps" and "decoupled"
+                  are also possible. MuonOptimizer has no arguments for these two: their defaults are 0 and True.
 
         Raises:
             TypeError: `param_group` is not a dict, or a setting has the wrong type.
-            ValueError: a setting is out of range, or "muon" is missing. Or the group has "muon": True, and contains a
-                parameter that is not a matrix, or that tensor parallelism (`tp_size`) has split.
+            ValueError: a setting is out of range, or "muon" is missing. Or the group has "muon": True, and a parameter
+                in it is not a matrix or a stack of matrices, or was split by tensor parallelism (`tp_size`), or the
+                group sets "hold_steps" above 0 or "decoupled" to False.
 
         Example::
 

@@ -27,9 +27,16 @@ class ReduceType(Enum):
 
 
 class OpParallelLinear:
-    """A linear function whose weight is split over the ranks of a tensor-parallel group: `OpParallelLinear.apply(...)`.
+    """The function behind ColumnParallelLinear and RowParallelLinear, with a weight that is split over ranks.
 
-    ColumnParallelLinear and RowParallelLinear call it. It has the name and interface of BMTrain's autograd function.
+    Use these two layers instead: they create the weight and choose the arguments. This class exists for code that calls
+    BMTrain's autograd function of the same name. It is not constructed; only `apply` is called, which takes this rank's
+    part of the weight::
+
+        OpParallelLinear.apply(
+            input, weight, bias=None, gather_input=False, gather_output=False, split_input=False,
+            reduce_output_type=None, async_gather_chunks=2
+        )
     """
 
     @staticmethod
@@ -138,8 +145,9 @@ class ColumnParallelLinear(DistributedModule):
     is sharded over the ranks that have the same part. State dicts contain the whole tensors. Weight and bias are zero
     until they are loaded, or until `init_parameters` draws the weight from the Glorot normal distribution.
 
-    In the shapes below, n is the number of rows (dimension 0) of one rank, and N = tp_size · n is that of its group, in
-    rank order.
+    Rows are dimension 0. In the shapes below, n is the number of rows that belong to one rank, the same on all ranks of
+    the tensor-parallel group. N = tp_size · n is the number of rows of the whole group: first those of its first rank,
+    then those of its second, and so on.
 
     Args:
         in_features: the size of the last dimension of the input.
@@ -193,18 +201,21 @@ class RowParallelLinear(DistributedModule):
     same part. `bias` (out_features,) is not split. State dicts contain the whole tensors. Weight and bias are zero
     until they are loaded, or until `init_parameters` draws the weight from the Glorot normal distribution.
 
-    In the shapes below, n is the number of rows (dimension 0) of one rank, and N = tp_size · n is that of its group, in
-    rank order.
+    Rows are dimension 0. In the shapes below, n is the number of rows that belong to one rank, the same on all ranks of
+    the tensor-parallel group. N = tp_size · n is the number of rows of the whole group: first those of its first rank,
+    then those of its second, and so on.
 
     Args:
         in_features: the total number of input features, a multiple of tp_size.
         out_features: the size of the last dimension of the output.
         bias: whether the layer has a bias.
         dtype: a floating dtype. None uses torch's default dtype.
-        split_input: True: the input is (n, ..., in_features), all features of this rank's rows. False: it is
-            (N, ..., in_features / tp_size), this rank's features, as a ColumnParallelLinear returns.
-        all_reduce_output: True: the output is (N, ..., out_features), equal on all ranks of the group. False: it is
-            (n, ..., out_features), this rank's rows.
+        split_input: whether the layer itself splits the features of the input. True: each rank passes
+            (n, ..., in_features), its own rows with all features. False: each rank passes
+            (N, ..., in_features / tp_size), all rows with its own features, as ColumnParallelLinear returns them by
+            default.
+        all_reduce_output: whether every rank gets the output for all rows. True: the output is (N, ..., out_features),
+            equal on all ranks of the group. False: it is (n, ..., out_features), for this rank's own rows.
         async_chunks: for compatibility with BMTrain; ignored.
 
     Raises:

@@ -41,7 +41,7 @@ class Cell:
         recompute = "" if self.recompute == "none" else f"recompute={self.recompute}"
         chosen = {
             gather: self.engine == "ours" and gather != "auto",
-            f"shard_over={self.shard_over}": self.shard_over != "world", "tuned": self.tuned, "compiled": self.compile,
+            f"shard-over={self.shard_over}": self.shard_over != "world", "tuned": self.tuned, "compiled": self.compile,
             recompute: bool(recompute), "offload": self.offload,
             "offload-activations": self.offload_activations, f"mlp-chunks={self.mlp_chunks}": self.mlp_chunks > 1,
             f"state-bits={self.state_bits}": self.state_bits != 32, "linear-loss": self.linear_loss,

@@ -60,8 +60,9 @@ def measure(cell: Cell, name: str, device: torch.device) -> dict:
 
 
 def received_bytes() -> int:
-    """Return the bytes that this machine's network interfaces have received, among them the loopback device."""
-    lines = Path("/proc/net/dev").read_text().splitlines()[2:]
+    """Return the bytes that this machine's network interfaces, the loopback device too, have received; 0 if unknown."""
+    statistics_file = Path("/proc/net/dev")
+    lines = statistics_file.read_text().splitlines()[2:] if statistics_file.exists() else []
     return sum(int(line.partition(":")[2].split()[0]) for line in lines)
 
 

@@ -31,6 +31,9 @@ def parse(arguments: Sequence[str] | None = None) -> tuple[list[Cell], argparse.
             cells.append(_cell_of_line(parser, words, options, f"{options.cells}, line {number}"))
     if not cells:
         raise ValueError(f"{options.cells} has no line with options")
+    if len(cells) > 1 and any(cell.engine == "deepspeed" and cell.sequence_parallel > 1 for cell in cells):
+        # It replaces transformers' "sdpa" in the whole process, and its groups can be made only once.
+        raise ValueError("--engine deepspeed --sequence-parallel needs processes of its own: leave it out of --cells")
     return cells, options
 
 

@@ -8,6 +8,7 @@ import torch
 from small_job import ROOT, TWO_RANKS, run
 
 from bench.engines.registry import check, why_missing
+from bench.engines.shared_rows import compute_loss_in_chunks
 from bench.models import IGNORED, layers_of, make_batch, make_config, make_model
 from bench.options import parse
 from bench.table import read_reports, table
@@ -72,6 +73,18 @@ def test_ranks_share_rows(tmp_path):
 
 
 @full
+def test_a_loss_in_chunks_is_refused_where_it_would_be_another():
+    for name in ("bert-base", "bert-classifier"):
+        model = make_model(make_config(name, 8, 1), torch.float32, torch.device("cpu"))
+        with pytest.raises(ValueError, match="it does not predict the next token"):
+            compute_loss_in_chunks(model, 1)
+    model = make_model(make_config("tiny", 8, 1), torch.float32, torch.device("cpu"))
+    model.config.final_logit_softcapping = 30.0
+    with pytest.raises(ValueError, match="its config has final_logit_softcapping"):
+        compute_loss_in_chunks(model, 1)
+
+
+@full
 def test_a_cell_that_fails_is_told_and_the_next_runs(several):
     done, folder = several
     assert done.returncode == 1
@@ -92,6 +105,10 @@ def test_a_cell_that_fails_is_told_and_the_next_runs(several):
                 (("--engine", "ddp", "--float8", "rows"), "--engine ddp has no --float8 rows"),
                 (("--engine", "ddp", "--sequence-parallel", "2"), "--engine ddp has no --sequence-parallel"),
                 (("--engine", "fsdp2", "--shard-over", "auto"), "--engine fsdp2 has no --shard-over auto"),
+                (("--offload-activations",), "it needs --recompute full"),
+                (("--offload", "--state-bits", "8"), "leave out --state-bits"),
+                (("--profile", "trace.json", "--no-trace"), "--profile writes the trace"),
+                (("--sequence-parallel", "3", "--seq", "16"), "does not divide --seq 16"),
                 (("--float8", "tensor"), "--engine ours has no --float8 tensor; it has: recompute none"),
                 (("--engine", "bmtrain"), "--engine bmtrain has no --recompute none; it has: recompute full, offload"),
             ]
@@ -114,6 +131,9 @@ def test_lines_of_a_file_are_cells(tmp_path, capsys):
     assert cells[1].name("peer") == "ours peer compiled recompute=full"
     file.write_text("--batch 4\n--gather peer\n")
     with pytest.raises(ValueError, match="line 2: --gather holds for all cells"):
+        parse(["--cells", str(file)])
+    file.write_text("--engine ours\n--engine deepspeed --sequence-parallel 2\n")
+    with pytest.raises(ValueError, match="needs processes of its own"):
         parse(["--cells", str(file)])
     file.write_text("--batch 4\n\n--engine none\n")
     with pytest.raises(SystemExit):

@@ -402,15 +402,15 @@ def _choose_ranks(
     mine = [_bytes_a_second(each, device) for each in (open_inside("gather"), open_rail("reduce"))]
     inside, between = (min(values) for values in zip(*exchange(mine)))
     # Prefer "host+world" to "host". Both send the same amount of data between hosts. "host+world" needs little more
-    # memory than "world". "host" is faster, but all optimizer states must fit on one host. Whether they do is unknown
-    # here, because there is no model yet.
+    # memory than "world". "host" may be faster, but all optimizer states must fit on one host. Whether they do is
+    # unknown here, because there is no model yet.
     kept = "host" if gather == "collective" else "host+world"
     chosen = kept if between < SLOW_LINK * inside else "world"
     faster = ""
     if chosen == "host+world":
         on_host = STATES / len(hosts[0])
         faster = (
-            "; shard_over='host' was faster where both were measured, but with bf16 weights and AdamW each rank stores "
+            "; shard_over='host' may be faster, but with bf16 weights and AdamW each rank stores "
             f"{on_host:.1f} GB per billion parameters instead of {on_host / len(hosts) + WEIGHTS / len(hosts[0]):.1f}"
         )
     _log.info(

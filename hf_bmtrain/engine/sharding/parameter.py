@@ -187,7 +187,8 @@ class DistributedParameter(ShardBase, torch.nn.Parameter):
             far (all of them share memory), and this parameter itself, from which `gather` computes its result.
         """
         read = [] if self.on_demand is None else self.on_demand.full_params(self.index)
-        return [each for each in (self.full, *read, self) if each.requires_grad]
+        leaves = [each for each in (self.full, *read, self) if each.requires_grad]
+        return leaves or [self]  # autograd then raises its error for tensors that require no gradient
 
     def read_full(self) -> torch.Tensor:
         """Return the full parameter, as `gather` does. Functions of torch that need all elements call this method.

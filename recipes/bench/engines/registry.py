@@ -74,7 +74,7 @@ OWN_GROUP = ("ours", "bmtrain")
 
 
 def check(cell: Cell) -> None:
-    """Raise ValueError if the engine does not support an option of the cell."""
+    """Raise ValueError if the engine does not support an option of the cell, or if an option would have no effect."""
     flags = {
         "compile": cell.compile,
         "offload": cell.offload,
@@ -88,6 +88,14 @@ def check(cell: Cell) -> None:
     asked = [f"recompute {cell.recompute}", *(name for name, on in flags.items() if on)]
     asked += [f"float8 {cell.float8}"] * (cell.float8 != "none")
     asked += [f"shard-over {cell.shard_over}"] * (cell.shard_over != "world")
+    if cell.offload_activations and cell.recompute == "none":
+        raise ValueError("--offload-activations moves the inputs of recomputed layers: it needs --recompute full")
+    if cell.offload and cell.state_bits != 32:
+        raise ValueError("--offload keeps float32 state in host memory: leave out --state-bits")
+    if cell.profile is not None and not cell.trace:
+        raise ValueError("--profile writes the trace that --no-trace leaves out")
+    if cell.seq % cell.sequence_parallel:
+        raise ValueError(f"--sequence-parallel {cell.sequence_parallel} does not divide --seq {cell.seq}")
     missing = [option for option in asked if option not in OPTIONS[cell.engine]]
     if missing:
         raise ValueError(f"--engine {cell.engine} has no --{missing[0]}; it has: {', '.join(OPTIONS[cell.engine])}")

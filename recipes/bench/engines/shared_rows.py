@@ -8,10 +8,12 @@ from torch.utils.checkpoint import checkpoint
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from bench.engines.base import Batch
-from bench.models import IGNORED
+from bench.models import IGNORED, MASKED, is_classifier
 
 CHUNK = 4096
 """Tokens whose logits exist at a time."""
+SCALES = ("final_logit_softcapping", "logits_scaling", "logit_scale", "output_router_logits")
+"""Settings of models that change the logits or add another loss."""
 
 
 def whole_row(batch: Batch) -> Batch:
@@ -36,8 +38,15 @@ def compute_loss_in_chunks(model, ranks: int) -> None:
     """Make the causal language model compute its loss without the logits of all tokens, in both passes.
 
     Its forward then takes a part of `whole_row`. It returns the loss so that its mean over the `ranks` that share a row
-    is the mean over the row's labels.
+    is the mean over the row's labels. Raises ValueError for a model that computes its loss in another way.
     """
+    config = model.config
+    scaled = [name for name in SCALES if getattr(config, name, None)]
+    if config.model_type in MASKED or is_classifier(config) or scaled:
+        why = f"its config has {scaled[0]}" if scaled else "it does not predict the next token"
+        raise ValueError(
+            f"--linear-loss and --sequence-parallel: {type(model).__name__} is not supported, because {why}"
+        )
 
     def sum_of_chunk(hidden: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         logits = model.get_output_embeddings()(hidden).float()

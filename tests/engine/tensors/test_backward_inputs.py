@@ -61,6 +61,16 @@ def test_gathered(name):
 
 
 @on_ranks(2, full=(1,))
+def test_a_frozen_parameter_raises():
+    model = bmt.auto_wrap(Tower())
+    frozen = model.get_parameter("layers.1.linear.weight").requires_grad_(False)
+    loss = model(ids(0, 0))
+    with pytest.raises(RuntimeError, match="requires_grad=False|does not require grad"):
+        loss.backward(inputs=[frozen])
+    loss.backward()
+
+
+@on_ranks(2, full=(1,))
 def test_grad():
     model = bmt.auto_wrap(Tower())
     for allow in (True, False):

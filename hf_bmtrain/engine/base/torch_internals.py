@@ -82,7 +82,7 @@ The public `torch.jit.optimized_execution` is a context manager, so its setting 
 def has_global_hooks() -> bool:
     """Return whether a global module hook, one that runs in the forward or backward of every module, is registered.
 
-    Code that computes a layer's output without calling the layer, such as the fused LoRA layers, does not run these
+    Code that computes a layer's output without calling the layer, such as a fused layer, does not run these
     hooks. So it asks this first, and calls the layer if there are any. Torch's public functions can register such
     hooks, but cannot list them.
     """

@@ -106,7 +106,7 @@ class CheckpointBlock(ShardedModule):
 def uncompiled(blocks: Sequence[CheckpointBlock]) -> Iterator[None]:
     """Context manager inside which the compiled blocks among `blocks` run their original, uncompiled forwards.
 
-    It is used for the separate forward that measures the rounding noise of float8 layers before the first step.
+    It is used for a separate forward, for example one that measures rounding noise before the first step.
     """
     states = [block._bmt for block in blocks]
     compiled = [(state.own_forward, state.graphs) for state in states]

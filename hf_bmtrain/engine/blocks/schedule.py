@@ -308,7 +308,7 @@ class Schedule:
     def calibration(self) -> Iterator[None]:
         """Return a context for a rehearsal: a forward without a backward that only measures, before the real forward.
 
-        For example, the rounding noise of float8 layers in compiled blocks is measured in a rehearsal. In the context,
+        For example, a feature measures rounding noise in it, before it decides how layers compute. In the context,
         `repeats` is True, so that the rehearsal does not count as a forward for observers. At its end, root parameters
         (those outside blocks) that only the rehearsal has read are resharded.
         """

@@ -71,8 +71,8 @@ class AdamOptimizer(torch.optim.Optimizer):
             g instead, as torch.optim.Adam does, for weights of every dtype. (BMTrain does this only for float32
             weights.) Parameter groups may have different values.
         exp_avg_dtype: the dtype of m, torch.float32 or torch.bfloat16. bfloat16 values are rounded stochastically. The
-            random bits depend on the element and the step, but not on the number of ranks. Only with
-            `auto_wrap(float8=True)`, one rank may get other random bits than several.
+            random bits depend on the element and the step, but not on the number of ranks. If a
+            feature changes how parameters are stored, one rank may get other random bits than several.
         state_bits: 32, or 8 to store m and v in 8 bits, rounded stochastically, with an exponent for every 32 elements.
             With 8, residuals may be off by their last bit, and the state takes 2.06 bytes per element of a float32
             weight, 4.06 of a bfloat16 weight on CUDA, and 6.06 of other half-precision weights. Checkpoints have

@@ -38,7 +38,7 @@ class BufferCount:
 
 
 class SavedState(NamedTuple):
-    """Two functions by which a feature, such as float8, saves an object of its own in checkpoints and loads it again.
+    """Two functions by which a feature saves an object of its own in checkpoints and loads it again.
 
     `init_distributed` registers it in `World.saved_states`. Both functions are collective: every rank must call them.
 

@@ -116,7 +116,7 @@ class ShardedBuffer:
         """Choose what later all-gathers send and where they write the result. Called while the buffer is sharded.
 
         Args:
-            source: (n,) this rank's tensor to send, such as the shard, or a copy of it in float8.
+            source: (n,) this rank's tensor to send, such as the shard, or a copy of it in another dtype.
             target: the memory for the result, n elements of each rank; None if nothing needs to be gathered.
             cut: the (start, stop) ranges of `source` whose elements this rank reads in `target`. All-gathers copy at
                 least these ranges to this rank's own part of `target`. None chooses the ranges of the parameters that

@@ -187,7 +187,7 @@ class DistributedParameter(ShardBase, torch.nn.Parameter):
             far (all of them share memory), and this parameter itself, from which `gather` computes its result.
         """
         read = [] if self.on_demand is None else self.on_demand.full_params(self.index)
-        leaves = [each for each in (self.full, *read, self) if each.requires_grad]
+        leaves: list[torch.Tensor] = [each for each in (self.full, *read, self) if each.requires_grad]
         return leaves or [self]  # autograd then raises its error for tensors that require no gradient
 
     def read_full(self) -> torch.Tensor:
@@ -239,7 +239,7 @@ class DistributedParameter(ShardBase, torch.nn.Parameter):
 
         For a parameter that tensor parallelism splits, or an unsplit one with `tp_mode=True`, it is the StorageKind of
         the parameter itself, so that the copy is sharded over the same ranks. Otherwise it is PLAIN, even if the
-        parameter is quantized or all-gathered in float8: how to store the copy is then chosen anew. `mark` copies it to
+        parameter is quantized or all-gathered in 8 bits: how to store the copy is then chosen anew. `mark` copies it to
         the full copy that is made when the parameter or its model is deep-copied, or the parameter is sharded again.
         """
         return self.buffer.storage.kind or PLAIN

@@ -148,7 +148,7 @@ def _join_small(groups: dict[_Group, dict[int, torch.nn.Parameter]], key: _Group
     """Move plain parameters (stored as they are) into a group of another storage kind, if this kind accepts them.
 
     Each group becomes one flat buffer with its own all-gather, so this saves an all-gather. An example are norms and
-    biases that share a buffer with weights that are gathered in float8. The parameters of the group that differs from
+    biases that share a buffer with weights that are gathered in 8 bits. The parameters of the group that differs from
     `key` only in its storage kind, PLAIN, are put at the start of the group `key`.
 
     groups: for each group, its parameters as {id(parameter): parameter}. Changed in place.

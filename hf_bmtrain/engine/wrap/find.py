@@ -85,8 +85,8 @@ def _check_asked(model: torch.nn.Module, blocks: Chain) -> None:
 def adapter_parameters(model: torch.nn.Module) -> set[int]:
     """Return the ids of the parameters of all adapters in `model`, frozen or not.
 
-    Used to keep adapters apart: they share no flat buffer with other parameters, and do not compute in float8. PEFT's
-    layers list the names of their submodules that belong to adapters in the attribute `adapter_layer_names`.
+    Used to keep adapters apart: they share no flat buffer with other parameters, and their layers are not replaced.
+    PEFT's layers list the names of their submodules that belong to adapters in the attribute `adapter_layer_names`.
     """
     held = [
         getattr(module, name, None) for module in model.modules() for name in getattr(module, "adapter_layer_names", ())

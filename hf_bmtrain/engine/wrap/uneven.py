@@ -45,7 +45,7 @@ def negotiate_if_uneven(plan: WrapPlan, chains: Sequence[Chain]) -> None:
 def follow_additions(plan: WrapPlan) -> None:
     """Make parameters that were added to an uneven model take part in the ranks' agreement on collectives.
 
-    Called when parameters that were added to a wrapped model, such as LoRA adapters, have been sharded. Ranks may run
+    Called when parameters that were added to a wrapped model, such as adapters, have been sharded. Ranks may run
     different parts of an uneven model, so they agree on each collective before it starts. If the model is not uneven,
     nothing is done.
 

@@ -150,7 +150,7 @@ MISUSES = {
     "written while gathered": (write_in_gathered, RuntimeError, "modify=True"),
     "wrong shape": (
         lambda: wrapped().load_state_dict(state(**{"head.weight": torch.ones(3, 6)})), RuntimeError,
-        r"head\.weight.*\(2, 6\), got \(3, 6\)",
+        r"head\.weight.*\(2, 6\).* has shape \(3, 6\)",
     ),
     "another model's state": (
         lambda: wrapped().load_state_dict(nn.Linear(2, 2).state_dict()), RuntimeError,

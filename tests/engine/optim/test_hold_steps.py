@@ -234,5 +234,5 @@ def test_ordinary_parameters(case):
 @full
 def test_settings_are_checked():
     for cls in (bmt.optim.AdamOptimizer, bmt.optim.AdamOffloadOptimizer):
-        with pytest.raises(ValueError, match="hold_steps ≥ 0.* hold_steps=-1"):
+        with pytest.raises(ValueError, match="hold_steps must be finite and at least 0.* hold_steps=-1"):
             cls([torch.nn.Parameter(torch.ones(1))], hold_steps=-1)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import wraps
 from typing import Any
 
 import torch
 
 from ..base.torch_internals import WithoutTorchFunction
+
+_backward = torch.autograd.backward  # torch's own, which is replaced below in older versions
 
 
 def backward_to(tensors: Any, inputs: tuple, **options: Any) -> None:
@@ -27,7 +28,7 @@ def backward_to(tensors: Any, inputs: tuple, **options: Any) -> None:
         leaves += each.autograd_leaves() if hasattr(each, "autograd_leaves") else [each]
     if leaves:
         with WithoutTorchFunction():
-            torch.autograd.backward(tensors, inputs=leaves, **options)
+            _backward(tensors, inputs=leaves, **options)
 
 
 def refuse_grad(*args: Any, **kwargs: Any) -> None:
@@ -47,22 +48,15 @@ def double_backward() -> RuntimeError:
     )
 
 
-def _ask_inputs(backward: Callable[..., None]) -> Callable[..., None]:
-    """Return a version of `torch.autograd.backward` that accepts sharded parameters as `inputs`.
-
-    backward: the function `torch.autograd.backward`.
-    """
-
-    @wraps(backward)
-    def backward_with_local(tensors, grad_tensors=None, *args: Any, inputs=None, **options: Any) -> None:
-        named = (inputs,) if isinstance(inputs, torch.Tensor) else tuple(inputs or ())
-        if not any(hasattr(each, "autograd_leaves") for each in named):
-            return backward(tensors, grad_tensors, *args, inputs=inputs, **options)
-        options |= dict(zip(("retain_graph", "create_graph"), args))
-        return backward_to(tensors, inputs=named, grad_tensors=grad_tensors, **options)
-
-    return backward_with_local
+@wraps(_backward)
+def _backward_with_sharded(tensors, grad_tensors=None, *args: Any, inputs=None, **options: Any) -> None:
+    """Run `torch.autograd.backward`, whose `inputs` may include sharded parameters."""
+    named = (inputs,) if isinstance(inputs, torch.Tensor) else tuple(inputs or ())
+    if not any(hasattr(each, "autograd_leaves") for each in named):
+        return _backward(tensors, grad_tensors, *args, inputs=inputs, **options)
+    options |= dict(zip(("retain_graph", "create_graph"), args))
+    return backward_to(tensors, inputs=named, grad_tensors=grad_tensors, **options)
 
 
 if torch.__version__ < "2.11":  # older versions ignore `__torch_function__` of the argument `inputs`
-    torch.autograd.backward = _ask_inputs(torch.autograd.backward)
+    torch.autograd.backward = _backward_with_sharded

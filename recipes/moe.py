@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import hf_bmtrain as bmt
 from boolq.job import check_output
 from boolq.model import quiet_transformers
+from common.adapters import add_adapters, stacks_of
 from common.command_line import choose_dtype, one_line_errors
 from common.curve import versions
 from gpt2.data import generate_text
@@ -51,12 +52,16 @@ def main() -> None:
                 f"{len(training)} rows do not fill one step of {options.batch_size * bmt.world_size()} over all "
                 "processes: give --data more rows, or a smaller --batch-size"
             )
-        stacks = stacks_of(model)
+        if not stacks_of(model):
+            raise ValueError(
+                f"{type(model).__name__} has no stacks of experts: give a --model that is a mixture of experts"
+            )
     if hasattr(model.config, "output_router_logits"):
         # Add the auxiliary loss, which trains the routers to distribute tokens evenly. With LoRA, routers are frozen.
         model.config.output_router_logits = not options.lora
     if options.lora:
-        model = adapt(model, stacks, options)
+        torch.manual_seed(options.seed)
+        model = add_adapters(model, options.rank, options.alpha)
     trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
     total = sum(parameter.numel() for parameter in model.parameters())
     bmt.auto_wrap(model, options.zero_level, not options.no_checkpoint, quantize_frozen=options.quantize)
@@ -114,45 +119,6 @@ def prepare(options: argparse.Namespace) -> tuple[Any, Any, list[Example]]:
             tokenizer.save_pretrained(options.output / "base")
         model.name_or_path = str(options.output / "base")  # PEFT writes this path into adapter_config.json
     return model.to(dtype), tokenizer, examples
-
-
-def stacks_of(model: torch.nn.Module) -> list[str]:
-    """Return the names of the parameters that contain the weights of all experts of a layer.
-
-    In Transformers 5, all experts of a layer are one module. Its parameters have three dimensions, of which the first
-    is the expert. A name is the module's name and the parameter's, such as "experts.down_proj". Raises ValueError if
-    the model has no such parameters.
-    """
-    found = {
-        f"{path.rpartition('.')[2]}.{name}"
-        for path, module in model.named_modules()
-        if hasattr(module, "num_experts")
-        for name, parameter in module.named_parameters(recurse=False)
-        if parameter.dim() == 3
-    }
-    if not found:
-        raise ValueError(
-            f"{type(model).__name__} has no stacks of experts: give a --model that is a mixture of experts"
-        )
-    return sorted(found)
-
-
-def adapt(model: Any, stacks: list[str], options: argparse.Namespace) -> Any:
-    """Return the model with LoRA adapters on the experts and on all linear layers except routers.
-
-    Args:
-        model: the model, not yet sharded.
-        stacks: the names of the parameters that contain the weights of experts, from `stacks_of`.
-        options: the options of the command line, of which `rank`, `alpha` and `seed` are used.
-    """
-    from peft import LoraConfig, get_peft_model
-
-    config = LoraConfig(
-        r=options.rank, lora_alpha=options.alpha, lora_dropout=0.0, task_type="CAUSAL_LM",
-        target_parameters=stacks, target_modules="all-linear", exclude_modules=r".*\.(gate|router)",
-    )  # fmt: skip
-    torch.manual_seed(options.seed)
-    return get_peft_model(model, config)
 
 
 class RouterRecord(Record):

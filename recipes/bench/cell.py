@@ -23,6 +23,8 @@ class Cell:
     offload_activations: bool
     state_bits: int
     sequence_parallel: int
+    lora: int
+    quantize: str
     shard_over: str
     mlp_chunks: int
     tuned: bool
@@ -45,7 +47,7 @@ class Cell:
             recompute: bool(recompute), "offload": self.offload,
             "offload-activations": self.offload_activations, f"mlp-chunks={self.mlp_chunks}": self.mlp_chunks > 1,
             f"state-bits={self.state_bits}": self.state_bits != 32, "linear-loss": self.linear_loss,
-            f"float8={self.float8}": self.float8 != "none",
+            f"float8={self.float8}": self.float8 != "none", self.quantize: self.quantize != "none",
             f"within {self.memory_limit:g} GB": self.memory_limit > 0,
         }  # fmt: skip
         return " ".join([self.engine, *(word for word, said in chosen.items() if said)])
@@ -56,4 +58,5 @@ class Cell:
         if self.sequence_parallel > 1:
             size += f" over {self.sequence_parallel}"
         layers = f" of {self.layers} layers" if self.layers else ""
-        return f"{self.model}{layers} {size} {ranks} ranks"
+        adapters = f" LoRA rank {self.lora}" if self.lora else ""
+        return f"{self.model}{layers}{adapters} {size} {ranks} ranks"

@@ -15,6 +15,8 @@ from transformers import (
 )
 from transformers.configuration_utils import PreTrainedConfig
 
+from common.adapters import stacks_of
+
 LLAMAS = {
     "llama-tiny": (2, 128, 256, 4, 2, 512, False),
     "llama-1b": (16, 2048, 8192, 32, 8, 128256, True),
@@ -131,11 +133,20 @@ def layers_of(model: torch.nn.Module) -> list[torch.nn.Module]:
 def flops_a_token(model: PreTrainedModel, length: int) -> float:
     """Return the FLOPs per token of forward and backward, without recomputation (PaLM, appendix B).
 
-    A multiply-add counts as two. Causal attention counts the lower half of its scores only.
+    A multiply-add counts as two. Causal attention counts the lower half of its scores only. Of a stack, the experts of
+    one token count. Frozen weights have no gradient of their own. Call it before the weights are sharded.
     """
-    inside = sum(p.numel() for layer in layers_of(model) for p in layer.parameters())
     output = model.get_output_embeddings()
-    head = output.weight.numel() if isinstance(output, torch.nn.Linear) else 0
-    width, layers = model.config.hidden_size, model.config.num_hidden_layers
+    weights = [p for layer in layers_of(model) for p in layer.parameters()]
+    weights += [output.weight] if isinstance(output, torch.nn.Linear) else []
+    text = model.config.get_text_config()
+    used: dict[torch.nn.Parameter, float] = {}
+    for stack in stacks_of(model).values():
+        used[stack] = text.num_experts_per_tok / len(stack)
+    for module in model.modules():
+        if hasattr(module, "parameter_name"):  # PEFT's adapters of a stack
+            share = text.num_experts_per_tok / module.num_experts
+            used |= dict.fromkeys([*module.lora_A.parameters(), *module.lora_B.parameters()], share)
+    products = sum((6.0 if p.requires_grad else 4.0) * p.numel() * used.get(p, 1.0) for p in weights)
     attention = 12.0 if model.config.model_type in MASKED else 6.0
-    return 6.0 * (inside + head) + attention * layers * width * length
+    return products + attention * text.num_hidden_layers * text.hidden_size * length

@@ -15,6 +15,7 @@ from common.command_line import at_least, positive
 RECOMPUTE = ("none", "full", "attention", "auto")
 SHARD_OVER = ("world", "host", "host+world", "auto")
 FLOAT8 = ("none", "rows", "tensor")
+QUANTIZE = ("none", "nf4")
 OF_THE_PROCESS = ("gather", "shard_over", "output", "plot", "plot_recorded", "cells")
 
 
@@ -71,6 +72,9 @@ def make_parser() -> argparse.ArgumentParser:
         metavar="P",
         help="split each row over P ranks (%(default)s)",
     )
+    add(
+        "--lora", type=at_least(1), default=0, metavar="RANK", help="train PEFT's adapters on linear layers and experts"
+    )
     add("--lr", type=positive, default=1e-4, help="learning rate (%(default)s)")
     add = parser.add_argument_group("engine").add_argument
     add("--engine", choices=ENGINES, default="ours", help="what trains (%(default)s)")
@@ -82,6 +86,7 @@ def make_parser() -> argparse.ArgumentParser:
     add("--state-bits", type=int, choices=(32, 8), default=32, help="ours: bits of each moment of AdamW (%(default)s)")
     add("--tuned", action="store_true", help="the engine's own settings, see bench/engines/<engine>.py")
     add("--linear-loss", action="store_true", help="a loss without whole logits")
+    add("--quantize", choices=QUANTIZE, default="none", help="ours: frozen weights in 4 bits (%(default)s)")
     add("--float8", choices=FLOAT8, default="none", help="products in float8: a scale a row, or a tensor (%(default)s)")
     add("--memory-limit", type=positive, default=0.0, metavar="GB", help="memory that a rank may use of its GPU (all)")
     add("--gather", choices=("auto", "collective", "peer"), default="auto", help="how ours gathers (%(default)s)")

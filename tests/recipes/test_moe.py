@@ -40,6 +40,7 @@ def test_two_processes_follow_one(tmp_path):
     )
     with torch.no_grad():
         losses = [model(**{key: torch.tensor([values]) for key, values in row.items()}).loss for row in rows]
+    assert not [name for name, _ in model.named_parameters() if ".gate." in name and "lora" in name]
     assert torch.stack(losses).mean().item() == pytest.approx(one["held_out"][-1]["loss"], rel=0.02)
 
 

@@ -18,6 +18,7 @@ from bench.cell import Cell
 from bench.engines.base import Batch, Engine, adamw, checkpoint_layers, torch_clip, torch_step
 from bench.engines.shared_rows import compute_loss_in_chunks, whole_row
 from bench.models import flops_a_token, layers_of, make_model
+from common.adapters import add_adapters
 
 
 def fsdp2(cell: Cell, config, device: torch.device) -> Engine:
@@ -25,9 +26,13 @@ def fsdp2(cell: Cell, config, device: torch.device) -> Engine:
 
     tuned: prefetches two layers instead of one. float8: linear layers of the model's layers are torchao's, with its
     recipe "rowwise" (rows), or "tensorwise" and gathers in float8 (tensor). sequence_parallel: torch's context
-    parallelism, as Accelerate drives it. shard_over "host": every host stores all shards (HSDP).
+    parallelism, as Accelerate drives it. shard_over "host": every host stores all shards (HSDP). lora: the frozen
+    weights are bf16, the adapters float32, as PEFT makes them.
     """
-    model = make_model(config, torch.float32, device)
+    model: Any = make_model(config, torch.bfloat16 if cell.lora else torch.float32, device)
+    if cell.lora:
+        torch.manual_seed(0)
+        model = add_adapters(model, cell.lora, 2 * cell.lora)
     flops = flops_a_token(model, cell.seq)
     if cell.offload_activations:
         checkpoint_layers(model, cell.recompute, offload=True)
@@ -50,7 +55,8 @@ def fsdp2(cell: Cell, config, device: torch.device) -> Engine:
     if cell.tuned:
         gather_further_ahead(layers)
     described = "FSDP2, float32 shards, bf16 gathers and reductions, fused AdamW" + ", two layers ahead" * cell.tuned
-    optimizer = adamw(model.parameters(), cell.lr)
+    described += ", frozen ones in bf16" * (cell.lora > 0)
+    optimizer = adamw([parameter for parameter in model.parameters() if parameter.requires_grad], cell.lr)
     if cell.float8 == "tensor":
         scale_once_a_step(model, optimizer)
     described += f", torchao float8 by {cell.float8}" * (cell.float8 != "none")

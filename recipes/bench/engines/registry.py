@@ -36,6 +36,8 @@ OPTIONS = {
         "offload-activations",
         "mlp-chunks",
         "state-bits",
+        "lora",
+        "quantize nf4",
         "shard-over host",
         "shard-over host+world",
         "shard-over auto",
@@ -51,6 +53,7 @@ OPTIONS = {
         "float8 tensor",
         "sequence-parallel",
         "offload-activations",
+        "lora",
         "shard-over host",
     ),
     "ddp": ("recompute none", "recompute full", "compile", "tuned"),
@@ -84,14 +87,18 @@ def check(cell: Cell) -> None:
         "offload-activations": cell.offload_activations,
         "mlp-chunks": cell.mlp_chunks > 1,
         "state-bits": cell.state_bits != 32,
+        "lora": cell.lora > 0,
     }
     asked = [f"recompute {cell.recompute}", *(name for name, on in flags.items() if on)]
     asked += [f"float8 {cell.float8}"] * (cell.float8 != "none")
+    asked += [f"quantize {cell.quantize}"] * (cell.quantize != "none")
     asked += [f"shard-over {cell.shard_over}"] * (cell.shard_over != "world")
     if cell.offload_activations and cell.recompute == "none":
         raise ValueError("--offload-activations moves the inputs of recomputed layers: it needs --recompute full")
     if cell.offload and cell.state_bits != 32:
         raise ValueError("--offload keeps float32 state in host memory: leave out --state-bits")
+    if cell.quantize != "none" and not cell.lora:
+        raise ValueError("--quantize stores frozen weights in 4 bits, but without --lora none are frozen")
     if cell.profile is not None and not cell.trace:
         raise ValueError("--profile writes the trace that --no-trace leaves out")
     if cell.seq % cell.sequence_parallel:
@@ -105,6 +112,8 @@ def why_missing(cell: Cell) -> str | None:
     """Return in one line why a package that the cell needs cannot be imported and how to install it, or None."""
     engine = cell.engine
     module = FLOAT8_PACKAGES.get(engine) if cell.float8 != "none" else PACKAGES.get(engine)
+    if cell.lora:
+        module = module or "peft"
     if module is None:
         return None
     package = engine if engine in PACKAGES else module.partition(".")[0]

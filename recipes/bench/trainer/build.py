@@ -47,6 +47,8 @@ def our_trainer(cell: Cell, job: Job, row: Row, model, arguments, clock: StepClo
     options: dict[str, Any] = {"use_checkpoint": True if row.recompute else "auto"}
     if row.quantized:
         options["quantize_frozen"] = "nf4"
+    if row.long:
+        options |= {"offload_activations": True, "mlp_chunks": 8}
     model = bmt.auto_wrap(model, **options)
     if cell.variant == FUSED and not bmt.hf.fuse_causal_loss(model):
         raise ValueError(f"fuse_causal_loss: {type(model).__name__} keeps its own loss, the log says why")

@@ -77,7 +77,9 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     add("--steps", type=at_least(1), default=12, help="steps that are timed (%(default)s)")
     add("--lr", type=positive, default=3e-4, help="learning rate (%(default)s)")
     add("--ranks", type=at_least(1), default=ranks, help="processes (%(default)s)")
-    add("--rows", nargs="+", choices=ROWS, default=list(ROWS), metavar="ROW", help=f"some of: {', '.join(ROWS)}")
+    usual = [name for name, row in ROWS.items() if not row.long]
+    told = f"some of: {', '.join(ROWS)} (all but long)"
+    add("--rows", nargs="+", choices=ROWS, default=usual, metavar="ROW", help=told)
     add("--columns", nargs="+", choices=COLUMNS, default=list(COLUMNS), metavar="COLUMN", help=", ".join(COLUMNS))
     add("--variants", choices=VARIANTS, default="usual", help="how many ways of a column to try (%(default)s)")
     add("--missing", action="store_true", help="only the cells that --output has no times of")

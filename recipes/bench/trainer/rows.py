@@ -8,8 +8,9 @@ class Row:
     """What is trained, and the TrainingArguments of that name.
 
     adapters: LoRA; otherwise all weights. quantized: the frozen base in 4 bits. own_optimizer: Trainer makes its own
-    AdamW for ours too. sft: TRL's SFTTrainer with its own defaults, which puts the adapters in itself. rivals: the row
-    whose cells the other columns share.
+    AdamW for ours too. sft: TRL's SFTTrainer with its own defaults, which puts the adapters in itself. long: ours
+    computes MLPs and the loss in chunks and keeps layers' inputs in host memory, as recipes/guides/long_context.md says
+    for long rows. rivals: the row whose cells the other columns share.
     """
 
     title: str
@@ -20,6 +21,7 @@ class Row:
     quantized: bool = False
     own_optimizer: bool = False
     sft: bool = False
+    long: bool = False
     rivals: str = ""
 
 
@@ -32,6 +34,7 @@ ROWS = {
     "qlora": Row("QLoRA, nf4, bf16=True", bf16=True, quantized=True),
     "full": Row("all weights, in bf16", adapters=False, bf16=True),
     "full-compiled": Row("all weights, in bf16, compiled", adapters=False, bf16=True, compile=True),
+    "long": Row("all weights, recomputed, long rows", adapters=False, bf16=True, recompute=True, long=True),
     "sft": Row("LoRA, TRL's SFTTrainer", bf16=True, recompute=True, sft=True),
 }
 COLUMNS = {"ours": "hf_bmtrain", "plain": "plain, 1 rank", "ddp": "DDP", "fsdp2": "FSDP2"}
@@ -83,7 +86,7 @@ VARIANTS = ("first", "usual", "all")
 def variants(row: Row, column: str, which: str) -> list[str]:
     """Return the variants of a cell, of which the fastest counts. which: one of VARIANTS; "all" adds slower ones."""
     if column == "ours":
-        found = ["", *([FUSED] if not row.sft else [])]
+        found = [FUSED] if row.long else ["", *([FUSED] if not row.sft else [])]
     elif column == "fsdp2":
         found = [BY_LAYER, f"{KEPT}, {BY_LAYER}"] if row.compile else ["", KEPT]
         found += ["", KEPT] if row.compile and which == "all" else []

@@ -1,6 +1,8 @@
 """The benchmark's models and batches, the same for every engine."""
 
 import zlib
+from collections.abc import Iterable
+from typing import Any
 
 import torch
 from transformers import (
@@ -140,10 +142,11 @@ def flops_a_token(model: PreTrainedModel, length: int) -> float:
     weights = [p for layer in layers_of(model) for p in layer.parameters()]
     weights += [output.weight] if isinstance(output, torch.nn.Linear) else []
     text = model.config.get_text_config()
-    used: dict[torch.nn.Parameter, float] = {}
+    used: dict[torch.Tensor, float] = {}
     for stack in stacks_of(model).values():
         used[stack] = text.num_experts_per_tok / len(stack)
-    for module in model.modules():
+    modules: Iterable[Any] = model.modules()
+    for module in modules:
         if hasattr(module, "parameter_name"):  # PEFT's adapters of a stack
             share = text.num_experts_per_tok / module.num_experts
             used |= dict.fromkeys([*module.lora_A.parameters(), *module.lora_B.parameters()], share)

@@ -48,7 +48,7 @@ def small_mixture(tmp_path_factory):
     folder = tmp_path_factory.mktemp("mixture")
     Qwen3MoeConfig(
         vocab_size=512, hidden_size=64, moe_intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=16, num_experts=8, num_experts_per_tok=2, use_cache=False,
+        num_key_value_heads=2, num_experts=8, num_experts_per_tok=2, use_cache=False,
     ).save_pretrained(folder)  # fmt: skip
     return folder
 

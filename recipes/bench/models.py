@@ -1,7 +1,6 @@
 """The benchmark's models and batches, the same for every engine."""
 
 import zlib
-from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -145,8 +144,7 @@ def flops_a_token(model: PreTrainedModel, length: int) -> float:
     used: dict[torch.Tensor, float] = {}
     for stack in stacks_of(model).values():
         used[stack] = text.num_experts_per_tok / len(stack)
-    modules: Iterable[Any] = model.modules()
-    for module in modules:
+    for module in list[Any](model.modules()):
         if hasattr(module, "parameter_name"):  # PEFT's adapters of a stack
             share = text.num_experts_per_tok / module.num_experts
             used |= dict.fromkeys([*module.lora_A.parameters(), *module.lora_B.parameters()], share)

@@ -264,7 +264,10 @@ class BlockState:
         return copy_views(outputs, (*args, *kwargs.values()), self._holds, objects=torch.is_grad_enabled())
 
     def _holds(self, tensor: torch.Tensor) -> bool:
-        return any(buffer.holds(tensor) for buffer in self.buffers)
+        for buffer in self.buffers:
+            if buffer.holds(tensor):
+                return True
+        return False
 
     # -- recompute by a checkpoint around the block -------------------------------------------------------------
 

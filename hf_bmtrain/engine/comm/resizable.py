@@ -50,10 +50,6 @@ class ResizableStorage:
             self._storage.resize_(0)
             self.allocated = False
 
-    def holds(self, tensor: torch.Tensor) -> bool:
-        """Return whether `tensor` is a view of this memory."""
-        return shares_storage(tensor, self.tensor)
-
     def view(self, start: int, shape: torch.Size) -> torch.Tensor:
         """Return a view of elements of this memory, with its own version counter.
 
@@ -68,14 +64,18 @@ class ResizableStorage:
         return self.tensor.data[start : start + shape.numel()].view(shape)
 
 
-def shares_storage(tensor: torch.Tensor, other: torch.Tensor) -> bool:
-    """Return whether `tensor` (or its values, if it is sparse) and the dense tensor `other` share one storage."""
+def shares_storage(tensor: torch.Tensor, *others: torch.Tensor) -> bool:
+    """Return whether `tensor` (or its values, if it is sparse) shares its storage with one of the dense `others`."""
     try:
-        return tensor.untyped_storage()._cdata == other.untyped_storage()._cdata
+        storage = tensor.untyped_storage()._cdata
     except NotImplementedError:  # sparse tensors, and tensors inside vmap, have no storage
         if tensor.is_sparse:
-            return shares_storage(tensor._values(), other)
-        return tensor.layout in _COMPRESSED and shares_storage(tensor.values(), other)
+            return shares_storage(tensor._values(), *others)
+        return tensor.layout in _COMPRESSED and shares_storage(tensor.values(), *others)
+    for other in others:  # not by `any`: this runs for every block's outputs, and a generator would cost more calls
+        if other.untyped_storage()._cdata == storage:
+            return True
+    return False
 
 
 _COMPRESSED = (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import operator
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -78,7 +77,7 @@ class GradientBuffer:
         # `decide` finds out whether another rank used them.
         self._absent: list[int] = []
         self._squares: torch.Tensor | None = None
-        self._norms: Callable[[], SegmentNorms] | None = None
+        self._norms: SegmentNorms | None = None
         self.shard: torch.Tensor | None = None
         self._total: torch.Tensor | None = None  # the sum of gradient accumulation, in float32 or wider
         self._handed: list[torch.Tensor | None] = [None] * len(full_params)
@@ -251,10 +250,8 @@ class GradientBuffer:
         self._version = self.shard._version
         if self._segments is not None:
             values = as_real(self.shard) if self._is_complex else self.shard
-            # Compute the norms only if they are read, for example by torch.nn.utils.clip_grad_norm_. OptimManager does
-            # not read them.
-            arguments = values, self._segments, self._placements[0].norms, self._squares, self._version
-            self._norms = functools.cache(functools.partial(SegmentNorms, *arguments))
+            communicator = self._placements[0].norms
+            self._norms = SegmentNorms(values, self._segments, communicator, self._squares, self._version)
         if not self._absent:
             self._hand_out(self._indices)
             return False

@@ -215,7 +215,7 @@ class Storage:
 
         False if the shard is the full buffer, because nothing is freed then. The result is the same on every rank.
         """
-        return self.full is not None and (self.full.holds(tensor) or shares_storage(tensor, self.buffer.shard))
+        return self.full is not None and shares_storage(tensor, self.full.tensor, self.buffer.shard)
 
     # With tensor parallelism, a full parameter may be one part of a larger tensor, which is called whole here. The
     # other parts are full parameters of other ranks. State dicts contain whole tensors, and initializers fill them.

@@ -358,7 +358,7 @@ class Float8Storage(Storage):
     def holds(self, tensor: torch.Tensor) -> bool:
         if super().holds(tensor):
             return True
-        return self.in_float8 and (self._arrived.holds(tensor) or shares_storage(tensor, self._rounded))
+        return self.in_float8 and shares_storage(tensor, self._arrived.tensor, self._rounded)
 
     @contextmanager
     def full_values(self) -> Iterator[None]:

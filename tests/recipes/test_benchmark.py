@@ -87,16 +87,16 @@ def test_ranks_share_rows(tmp_path):
 
 @pytest.mark.slow
 def test_adapters_learn_alike(tmp_path, small_mixture):
-    """Also on experts. Without the adapters' updates, the last losses would be off by 0.08."""
+    """Also on experts. Without the adapters' updates, the last loss would be off by 0.015."""
     pytest.importorskip("peft")
     (tmp_path / "cells").write_text("--recompute full\n--engine fsdp2\n--quantize nf4\n")
-    options = ("--model", small_mixture, "--lora", 4, "--lr", 0.03, "--steps", 8)
+    options = ("--model", small_mixture, "--lora", 4, "--steps", 8)
     done = run(TWO_RANKS, BENCHMARK, *TINY, *options, "--cells", tmp_path / "cells", "--output", tmp_path / "out")
     assert done.returncode == 0, done.stdout + done.stderr
     reports = read_reports(tmp_path / "out", f"{small_mixture} LoRA rank 4 2x16 2 ranks")
     losses = {report["engine"]: report["losses"] for report in reports}
-    assert losses["ours recompute=full"] == pytest.approx(losses["fsdp2"], abs=0.01)
-    assert losses["ours recompute=full nf4"] == pytest.approx(losses["fsdp2"], abs=0.05)
+    assert losses["ours recompute=full"] == pytest.approx(losses["fsdp2"], abs=2e-3)
+    assert losses["ours nf4"] == pytest.approx(losses["fsdp2"], abs=4e-3)
 
 
 @full

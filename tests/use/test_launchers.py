@@ -105,9 +105,9 @@ COMMANDS = commands()
 ONE_HOST = [
     ("Slurm", 2),
     *rows_in_full([
-        ("one GPU, or one process on CPU", 1), ("2 processes on CPU", 2), ("4 GPUs, the older launcher", 4),
-        ("2 processes on CPU, Accelerate", 2),
+        ("one GPU, or one process on CPU", 1), ("2 processes on CPU", 2), ("2 processes on CPU, Accelerate", 2),
     ]),
+    pytest.param("4 GPUs, the older launcher", 4, marks=pytest.mark.slow),
 ]  # fmt: skip
 
 

@@ -440,16 +440,18 @@ READERS = [
     (WithChild, called), (ByHook, called), (Positions, read_by_parent), (WithChild, read_by_parent),
     (InAttribute, from_attribute), (InArgument, from_argument), (Callback, from_callback),
 ]  # fmt: skip
+SEARCHED = ("rows", "data", "list", "output")
+"""Forms, one for each way in which a view is found: by itself, without autograd, in a container, in an object."""
 CASES: list[tuple[Any, ...]] = [
     *((of_form, form) for form in FORMS),
-    *((of_form, form, WithChild) for form in FORMS),
+    *((of_form, form, WithChild) for form in SEARCHED),
     *((of_reader, *reader) for reader in READERS),
     *((options, level, recomputed) for level in (2, 3) for recomputed in (False, True)),
     (frozen,), (frozen_before_wrapping,), (everything_else_frozen,), (tied,), (several_backwards,), (by_hand,),
     (in_checkpoint, False), (in_checkpoint, True),
-    *((called_alone, form) for form in FORMS),
+    *((called_alone, form) for form in SEARCHED),
     (called_alone, "rows", InParts),
-    *((returned_by_the_model, form) for form in FORMS),
+    *((returned_by_the_model, form) for form in SEARCHED),
     *((from_blocks, form) for form in FORMS),
     *((from_blocks, "rows", level, recomputed) for level in (2, 3) for recomputed in (False, True)),
     (from_blocks_in_arguments, False), (from_blocks_in_arguments, True), (from_frozen_blocks,),

@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import hf_bmtrain as bmt
-from cases import rows_by_default
+from cases import full, rows_by_default
 from hf_bmtrain.engine.blocks.negotiation import Negotiation
 from hf_bmtrain.engine.sharding.gradient import GradientBuffer
 from hf_bmtrain.engine.wrap import root_params as outside
@@ -284,9 +284,10 @@ def test_ranks_in_different_blocks(world, case, options):
     world(3)(run, case, options)
 
 
-@each_case
-def test_ranks_in_different_blocks_by_copies(peers, case, options):
-    peers(3)(run, case, options)
+@full
+@pytest.mark.parametrize("case", CASES)
+def test_ranks_in_different_blocks_by_copies(peers, case):
+    peers(3)(case)
 
 
 def test_nothing_is_gathered_or_reduced_twice(world):

@@ -27,7 +27,7 @@ MODULES = (grad_norm, adam, eight_bits, cross_entropy, peer_sum, quantize, float
 
 @full
 @pytest.mark.parametrize("module", MODULES, ids=lambda module: module.__name__.split(".")[-1])
-@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("arch", [90, *(pytest.param(arch, marks=pytest.mark.slow) for arch in ARCHS if arch != 90)])
 def test_every_variant_compiles(module, arch: int) -> None:
     if arch not in nvrtc.getSupportedArchs():
         pytest.skip(f"NVRTC {nvrtc.getVersion()} does not know sm_{arch}")

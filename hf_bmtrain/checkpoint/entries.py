@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -41,6 +42,24 @@ class Entry:
 MODEL, TRAINED = "model", "trained"
 """Base names of a model's files: `model*.safetensors` contains all tensors, `trained*.safetensors` only the trained
 parameters and the buffers."""
+
+
+def has_trained_only(files: Iterable[str]) -> bool:
+    """Return whether a checkpoint was saved with `trained_only`. files: the names of its files.
+
+    Files that `add` of `save_state` wrote do not count, even if their names begin with "model".
+    """
+    matches = (re.fullmatch(rf"({MODEL}|{TRAINED})(-\d+-of-\d+)?\.safetensors", name) for name in files)
+    written = {match[1] for match in matches if match}
+    return TRAINED in written or MODEL not in written
+
+
+def tied_names(model: torch.nn.Module) -> dict[str, list[str]]:
+    """Return the other names of each parameter that has several (a tied weight), by its first name."""
+    names: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    return {first: others for first, *others in names.values() if others}
 
 
 def model_entries(model: torch.nn.Module, chosen: Callable[[str, Any], bool] | None = None) -> list[Entry]:
@@ -364,6 +383,9 @@ class LoadedState:
         """Load the saved state into the optimizer. Call this after copying values into all tensors from `target`."""
         state = {"state": self._state, "param_groups": self._groups}
         if not isinstance(self._optimizer, AdamOptimizer):
+            for values in self._state.values():
+                if values.pop("residual", None) is not None and "exp_avg_sq" in values:
+                    values["exp_avg_sq"].abs_()  # its signs belong to the residuals, which other optimizers do not know
             self._optimizer.load_state_dict(state)
         elif not self._places:
             self._optimizer.take_state_dict(state)

@@ -22,6 +22,7 @@ from .entries import (
     LoadedState,
     check_arguments,
     file_base,
+    has_trained_only,
     model_entries,
     named,
     optimizers_of,
@@ -301,7 +302,7 @@ class _Loading:
         return {**facts, **{name: [*map(tuple, chunks)] for name, chunks in self.manifest.files.items()}}
 
     def _want_model(self) -> None:
-        trained_only = not any(name.startswith(MODEL) for name in self.manifest.files)
+        trained_only = has_trained_only(self.manifest.files)
         tensors = find_tensors(self._folder, TRAINED if trained_only else MODEL)
         parameters = dict(self._model.named_parameters())
         if trained_only and self._parameters:

@@ -13,7 +13,7 @@ from tqdm import tqdm
 
 from ..engine.base.files import staged_folder
 from . import small_state
-from .entries import MODEL, TRAINED
+from .entries import MODEL, TRAINED, has_trained_only
 from .folder import Found, check_space
 from .header import Damaged, StoredTensor, TensorSpec, find_tensors, plan_files, read_header
 from .manifest import NAME as MANIFEST
@@ -65,11 +65,12 @@ def merge(checkpoint: Found, output: Path, limit: int, with_optimizer: bool, bas
     if output.exists():
         raise ValueError(f"{output} already exists. Choose another --output, or delete it")
     check_heads(checkpoint.folder, checkpoint.manifest)
-    own, notes = _sources(checkpoint, TRAINED if _has_trained_only(checkpoint) else MODEL), []
+    own, notes = _sources(checkpoint, TRAINED if has_trained_only(checkpoint.manifest.files) else MODEL), []
     groups, copied = {MODEL: own}, _small_files(checkpoint, with_optimizer)
     if base:
         theirs, configs = _open_base(base)
-        groups[MODEL], notes = _overlay(own, theirs)
+        tied = small_state.read(checkpoint.folder).get("tied", {})  # older checkpoints do not contain it
+        groups[MODEL], notes = _overlay(own, theirs, tied)
         copied = {**configs, **copied}
     if with_optimizer:
         groups |= {name: _sources(checkpoint, name) for name in _optimizers(checkpoint)}
@@ -100,12 +101,12 @@ def check_arguments(checkpoint: Found, output: Path, with_optimizer: bool, base:
     Raises:
         ValueError: `base` is missing or forbidden, or `output` is such a folder.
     """
-    if _has_trained_only(checkpoint) and not base:
+    if has_trained_only(checkpoint.manifest.files) and not base:
         raise ValueError(
             f"{checkpoint.folder} contains only the trained tensors (trained_only=True). For the other tensors, pass "
             "--base with the folder of the model from which training started"
         )
-    if base and not _has_trained_only(checkpoint):
+    if base and not has_trained_only(checkpoint.manifest.files):
         raise ValueError(f"{checkpoint.folder} contains the full model. Leave out --base")
     beside = output.absolute().parent == checkpoint.folder.absolute().parent
     if beside and (with_optimizer or output.name.startswith("checkpoint-")):
@@ -113,10 +114,6 @@ def check_arguments(checkpoint: Found, output: Path, with_optimizer: bool, base:
             f"{output} is beside the checkpoint {checkpoint.folder}, so the training that saves there would take it "
             "for one of its own checkpoints. Choose an --output in another folder"
         )
-
-
-def _has_trained_only(checkpoint: Found) -> bool:
-    return not any(name.startswith(MODEL) and ".safetensors" in name for name in checkpoint.manifest.files)
 
 
 def _optimizers(checkpoint: Found) -> list[str]:
@@ -177,14 +174,19 @@ def _open_base(base: Sequence[Path]) -> tuple[dict[str, _Source], dict[str, byte
     return tensors, {name: (folder / name).read_bytes() for name in _CONFIGS if (folder / name).exists()}
 
 
-def _overlay(trained: dict[str, _Source], base: dict[str, _Source]) -> tuple[dict[str, _Source], list[str]]:
+def _overlay(
+    trained: dict[str, _Source], base: dict[str, _Source], tied: dict[str, list[str]]
+) -> tuple[dict[str, _Source], list[str]]:
     """Return all tensors of the model, by name: those in `trained`, and the others from `base`.
+
+    Tensors of `base` that are tied to a trained one under another name are left out, because their values are old.
 
     The second result is a list of sentences to print for the user, one for each difference of dtypes between `trained`
     and `base`. Raises ValueError if a trained tensor is not in `base`, or has another shape there.
 
     trained: the tensors of the checkpoint, by name.
     base: the tensors of the base model, by name.
+    tied: the other names of tied parameters, by the name under which a checkpoint contains them.
     """
     strange = [name for name in trained if name not in base]
     if strange:
@@ -210,7 +212,8 @@ def _overlay(trained: dict[str, _Source], base: dict[str, _Source]) -> tuple[dic
             f"trained tensors are written in {new}, as they were saved, but --base has them in {old}. To keep their "
             f"values exactly, call from_pretrained with dtype={new}"
         )
-    return {**base, **trained}, notes
+    old = {other for name in trained for other in tied.get(name, ())}
+    return {name: source for name, source in {**base, **trained}.items() if name in trained or name not in old}, notes
 
 
 # -- writing --------------------------------------------------------------------------------------------------------

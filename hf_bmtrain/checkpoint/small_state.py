@@ -20,7 +20,7 @@ import torch
 from ..engine.optim.manager import OptimManager
 from ..engine.runtime.launcher import seed_everything
 from ..engine.runtime.world import World
-from .entries import check_groups, groups_of, named_persistent_buffers, optimizers_of, schedulers_of
+from .entries import check_groups, groups_of, named_persistent_buffers, optimizers_of, schedulers_of, tied_names
 from .ranges import checksum
 
 _log = logging.getLogger("hf_bmtrain")
@@ -52,6 +52,8 @@ def collect(
         The state, which is the same on every rank: random generators and `extra` of every rank, parameter groups, step
         counts, schedulers, the loss scale, and similar values.
     """
+    # First, because it ends a step whose outcome the host does not know yet. Schedulers then set the learning rates.
+    manager = optimizer.own_state() if isinstance(optimizer, OptimManager) else None
     ranks = world.gather_objects(
         {"random": _random_state(world.device), "extra": extra, "buffers": _own_buffers(world, model)}
     )
@@ -61,10 +63,11 @@ def collect(
             {"kind": type(each).__name__, "groups": groups_of(each, model), "others": state}
             for each, state in zip(optimizers_of(optimizer), others)
         ],
-        "manager": optimizer.own_state() if isinstance(optimizer, OptimManager) else None,
+        "manager": manager,
         "schedulers": [scheduler.state_dict() for scheduler in schedulers_of(schedulers)],
         **{name: state.save(world, model) for name, state in world.saved_states.items()},
         "modules": {name: module.get_extra_state() for name, module in _with_extra_state(model)},
+        "tied": tied_names(model),
     }
 
 

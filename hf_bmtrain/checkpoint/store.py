@@ -21,6 +21,7 @@ from ..engine.base.checksums import checksums, find_differences
 from ..engine.base.files import atomic_file
 from ..engine.runtime.world import current_world
 from ..engine.sharding.state_dict import gather_state_dict
+from .entries import tied_names
 from .header import read_indexed
 
 _SAFETENSORS = ".safetensors"
@@ -104,7 +105,7 @@ def save(model: torch.nn.Module, file_name: str | os.PathLike, non_blocking: boo
     expect_path("file_name", file_name)
     expect_flag("non_blocking", non_blocking)
     world.barrier("save")
-    path = Path(file_name)
+    path = Path(file_name).absolute()  # the background thread must not follow a later change of the working directory
     state = gather_state_dict(model, keep=world.rank == 0)
     if non_blocking:
         return Saving(state if world.rank == 0 else None, path)
@@ -324,10 +325,8 @@ def _fill_ties(model: torch.nn.Module, state: OrderedDict) -> None:
     model: the model, in which a tied weight has several names.
     state: a state dict. If it contains a tied weight under any name, the same tensor is added under the other names.
     """
-    names: dict[int, list[str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        names.setdefault(id(parameter), []).append(name)
-    for tied in names.values():
+    for first, others in tied_names(model).items():
+        tied = [first, *others]
         present = next((name for name in tied if name in state), None)
         if present is not None:
             for name in tied:

@@ -324,6 +324,7 @@ class AdamOptimizer(torch.optim.Optimizer):
                     adopt(parameter, views, self.state.get(parameter, {}), parameter in self._loaded)
                     self._loaded.discard(parameter)
                     self.state[parameter] = views
+                state.version = run.weights._version
             else:
                 state.step = steps.counts[number].copy_(state.step)
                 for parameter in run.parameters:
@@ -459,13 +460,15 @@ class AdamOptimizer(torch.optim.Optimizer):
         """Load this rank's state like `load_state_dict`, but without copying float32 tensors that are in host memory.
 
         `bmt.load_state` calls this with tensors that it has just read. The optimizer uses them until its next step, so
-        the caller must not write to them. Every rank must call it, because the next `step` compares what the ranks have
+        the caller must not write to them. Masters that do not round to the weights at the next step follow the weights,
+        unlike after `load_state_dict`. Every rank must call it, because the next `step` compares what the ranks have
         loaded.
 
         Args:
             state_dict: {"state": {number of a parameter: {name: value}}, "param_groups": as in torch}.
         """
         self._load(state_dict, copied=False)
+        self._loaded.clear()  # the weights are loaded by now, or are to stay as they are: masters follow them
 
     def allocate_state(self, state_dict: dict) -> dict[torch.Tensor, dict[str, torch.Tensor]]:
         """Load step counts and parameter groups, and allocate the other state tensors.
@@ -486,6 +489,9 @@ class AdamOptimizer(torch.optim.Optimizer):
         """
         self._load(state_dict, copied=True)
         self._arrange([[p for p in group["params"] if p in self._loaded] for group in self.param_groups])
+        for state in self._states:
+            # The caller may fill the masters or not, and write weights or not, so compare them before they are used.
+            state.version = -1
         return dict(self.state)
 
     def _load(self, state_dict: dict, copied: bool) -> None:

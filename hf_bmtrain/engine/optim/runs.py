@@ -247,7 +247,8 @@ class RunState:
         index_base: the number of the run's first element, if all elements of the optimizer are numbered as by
             `index_bases`. Stochastic rounding derives its random bits from these numbers. They do not depend on the
             number of ranks, except for parameters that are laid out differently with one rank.
-        version: torch's version counter of the weights after the optimizer last wrote them; -1 before the first step.
+        version: torch's version counter of the weights when the masters last agreed with them; -1 if the masters were
+            loaded and have not been compared with the weights yet.
     """
 
     run: Run
@@ -259,13 +260,13 @@ class RunState:
 
     @property
     def is_stale(self) -> bool:
-        """True if the float32 masters are out of date, because other code than the optimizer has written the weights.
+        """True if the float32 masters may be out of date: other code has written the weights, or loaded the masters.
 
         Masters are the copies of full precision that the optimizer updates. If they are stored as differences from the
         weights (residuals), they cannot be out of date.
         """
         apart = self.master.stored is not None and not self.master.is_residual
-        return apart and self.version not in (-1, self.run.weights._version)
+        return apart and self.version != self.run.weights._version
 
     def views(self, parameter: torch.nn.Parameter) -> ParameterState:
         """Return the state of one parameter, as views of the run's flat state tensors.
@@ -325,7 +326,9 @@ def shown(parameter: torch.Tensor, held: ParameterState, loaded: bool) -> Parame
     weights = _values(parameter)
     if "residual" in held:
         squares = None if has_codes(held) else held["exp_avg_sq"]
-        master, exp_avg_sq = join(weights.to(held["residual"].device), held["residual"], squares, _HOST)
+        # Residuals are the distances from bfloat16 weights, also if the model has been loaded in another dtype.
+        rounded = weights.to(held["residual"].device, torch.bfloat16)
+        master, exp_avg_sq = join(rounded, held["residual"], squares, _HOST)
         rest = {name: value for name, value in without_codes(held).items() if name != "residual"}
         return {**rest, **({} if exp_avg_sq is None else {"exp_avg_sq": exp_avg_sq}), "master": master}
     if "master" in held and not loaded:

@@ -136,8 +136,8 @@ def add_products(y: Tensor, us: list[Tensor], factors: list[Tensor], scalings: l
     """Return y + Σ s · u @ factor, the sum over all adapters of a layer; s is the adapter's scaling.
 
     In the forward, y is the output of the frozen layer, u = x Aᵀ, and the factor is Bᵀ. In the backward, y is the
-    gradient of x without these adapters, u = s dy B, the factor is A, and `scalings` are 1. y is changed in place,
-    except in compiled code.
+    gradient of x without these adapters, u = s dy B, the factor is A, and s is already part of u. y is changed in
+    place, except in compiled code.
 
     Args:
         y: (rows, width).
@@ -145,15 +145,16 @@ def add_products(y: Tensor, us: list[Tensor], factors: list[Tensor], scalings: l
             and it includes s.
         factors: for each adapter, the matrix by which u is multiplied, (r, width), as returned by `factors_of`. With
             `split`, (4 r, width).
-        scalings: for each adapter, s; not used with `split`.
-        split: whether the adapters' float32 matrices are represented by sums of bfloat16 matrices (`Adapter.split`).
+        scalings: for each adapter, s; 1 where u includes s, as it does for adapters that are split (`Adapter.split`).
+        split: whether all adapters are split: their float32 matrices are represented by sums of bfloat16 matrices.
     """
     if split and len(us) > 1:  # one product for all adapters, so that y is rounded once
         us, factors = [torch.cat(us, 1)], [torch.cat(factors)]
-    for u, factor, scaling in zip(us, factors, scalings):
+        scalings = scalings[:1]
+    for u, factor, scaling in zip(us, factors, scalings, strict=True):
         # If torch 2.11 compiles an autograd.Function that modifies its output in place, the gradients become zero.
         add = torch.addmm if torch.compiler.is_compiling() else Tensor.addmm_
-        y = add(y, u, factor, alpha=1.0 if split else scaling)
+        y = add(y, u, factor, alpha=scaling)
     return y
 
 

@@ -298,7 +298,8 @@ class LoraProduct(torch.autograd.Function):
             needs_u = needs_x or adapter.needs_a  # whether backward computes du, the gradient of u
             kept += [seen if adapter.needs_a else None, mask if needs_x else None]
             kept += [of_a if needs_x else None, of_b if needs_u else None, u if adapter.needs_b else None]
-        y = add_products(y, us, factors, [each.scaling for each in adapters], _all_split(adapters))
+        scalings = [1.0 if each.split else each.scaling for each in adapters]
+        y = add_products(y, us, factors, scalings, _all_split(adapters))
         ctx.transposed, ctx.dtype, ctx.dtype_of_x = transposed, dtype, x.dtype
         ctx.adapters, ctx.needs_x = adapters, needs_x
         ctx.kinds = [(each.dtype, each.shape) for each in matrices]

@@ -16,7 +16,7 @@ from transformers.pytorch_utils import Conv1D
 
 import hf_bmtrain as bmt
 from beside_twin import loss_of
-from cases import in_full, rows_in_full
+from cases import full, in_full, rows_in_full
 from hf_bmtrain.features.lora import factors
 from hf_bmtrain.features.lora import linear as lora_linear
 from hf_bmtrain.features.lora.linear import COMPILES, FusedLoraLinear, fuse_lora
@@ -100,6 +100,29 @@ def second_adapter(model):
         if "other" in name:  # PEFT's values are of the model's dtype
             parameter.data = torch.randn(parameter.shape).mul_(0.1).to(dtype)
     model.base_model.set_adapter(["default", "other"])
+
+
+@pytest.mark.parametrize("first", ["default", pytest.param("other", marks=full)])
+def test_adapters_of_two_dtypes(first):
+    """One is multiplied in bfloat16, the other as sums of bfloat16 matrices, which include its scaling."""
+
+    def prepare(model):
+        second_adapter(model)
+        for name, parameter in model.named_parameters():
+            if "lora" in name and first not in name and parameter.dtype == torch.float32:
+                parameter.data = parameter.data.bfloat16()
+
+    models = [build(), build(), build(dtype=torch.float64, adapters=torch.float64)]
+    for each in models:
+        prepare(each)
+    assert fuse_lora(models[0].modules()) == 1
+    with counted() as calls:
+        found = run(models[0])
+    assert len(calls) == 1
+    truth = run(models[2], torch.float64)
+    error, theirs = errors(found, truth), errors(run(models[1]), truth)
+    for name in error:
+        assert error[name] <= 1.2 * theirs[name] + LEAST, (name, error, theirs)
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ from ...engine.wrap.find import Chain
 from .arithmetic import BLOCK, CELL, FORMATS
 from .storage import PackedKind
 
+_ROUTERS = ("router", "gate")
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 _NO_MATRICES = (
     torch.nn.Embedding, torch.nn.EmbeddingBag, torch.nn.Conv1d, torch.nn.ConvTranspose1d, ParametrizationList,
@@ -23,7 +24,8 @@ def choose_quantized(model: torch.nn.Module, blocks: Chain, without: set[int], n
     elements, because a smaller parameter would take as much packed memory as CELL elements. They are 2-D parameters
     named `weight`, and 3-D parameters that stack two or more matrices with at least BLOCK (64) rows and columns (fused
     experts). Stacks of narrower matrices are left out, because they are convolution kernels, tables, or decays of
-    state-space layers. Embeddings, convolutions and parametrizations are left out too.
+    state-space layers. Embeddings, convolutions, parametrizations and routers are left out too: a router has few
+    weights, and rounded ones would send many tokens to other experts.
 
     Args:
         model: the model that is about to be sharded.
@@ -41,6 +43,8 @@ def choose_quantized(model: torch.nn.Module, blocks: Chain, without: set[int], n
     trained = 0
     paths = {module: path for path, module in model.named_modules()}
     for module, key, parameter in find_places(module for block in blocks for module in block.modules()):
+        if paths[module].removesuffix(".base_layer").rpartition(".")[2] in _ROUTERS:  # PEFT moves it into base_layer
+            continue
         if _holds_matrices(module, key, parameter) and id(parameter) not in without:
             trained += parameter.requires_grad
             if not parameter.requires_grad:

@@ -226,6 +226,8 @@ class Mixed(nn.Module):
         self.normed = nn.utils.parametrizations.weight_norm(nn.Conv1d(64, 64, 64))
         self.embedding = nn.Embedding(256, 128)
         self.bag = nn.EmbeddingBag(256, 128)
+        self.gate = nn.Linear(128, 128)
+        self.router = nn.ModuleDict({"base_layer": nn.Linear(128, 128)})  # as PEFT's adapters hold it
 
     def forward(self, x):
         return x + sum(parameter.double().sin().mean() for parameter in self.parameters())

@@ -11,13 +11,17 @@ import jobs
 from cases import full
 from log_lines import log_lines
 
-DEFAULT = ("causal, the second rank has no row left", "classes, no row left", "generation", "masked words")
+DEFAULT = (
+    "causal, the second rank has no row left", "classes, no row left", "generation", "masked words",
+    "masked mean of one's own, no row left",
+)  # fmt: skip
 IN_FULL = (
     "causal, accumulated", "label smoothing", "regression, no row left", "token classes, no row left",
     "questions, no row left", "CTC, no row left", "generation, no row left", "batch_eval_metrics",
     "tokens seen, no row left", "stream, tokens seen", "split_batches", "two epochs, evaluated and saved",
     "images and numbers", "masked words, accumulated", "loss in an attribute", "forward calls super",
     "not of transformers", "passes no count", "the last step is not logged", "outputs as tuples",
+    "masked mean of one's own", "loss by label, no row left", "loss by label, counted, no row left",
 )  # fmt: skip
 
 

@@ -297,6 +297,18 @@ class CountedFocal(Focal):
         return super().forward(input_ids, attention_mask, labels)
 
 
+class Normed(Bare):
+    """Its batch norm cannot train with a single row."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = torch.nn.BatchNorm1d(3)
+
+    def forward(self, input_ids, attention_mask, labels=None):
+        logits = self.norm(super().forward(input_ids, attention_mask, labels)["logits"])
+        return {"loss": torch.nn.functional.cross_entropy(logits, labels), "logits": logits}
+
+
 def focal(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     """The focal loss of each row."""
     chances = logits.softmax(-1).gather(1, labels[:, None])

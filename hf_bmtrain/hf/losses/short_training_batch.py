@@ -14,6 +14,7 @@ import torch
 import transformers
 from accelerate.data_loader import BatchSamplerShard, DataLoaderDispatcher, SkipBatchSampler
 from accelerate.utils import find_batch_size
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from ...engine.runtime.world import World, current_world
 from ...engine.wrap.accelerator import ranks_per_row
@@ -165,7 +166,7 @@ def _shorten(
     if left == groups * rows and size is None:
         return None, ""
     mine = min(max(left - group * rows, 0), rows)
-    reason, shortened = _reason(trainer, inputs, left, found, size), None
+    reason, shortened = _reason(trainer, inputs, left, mine, found, size), None
     counted = "labels" in inputs and trainer.model_accepts_loss_kwargs
     # SFTTrainer's loss ignores labels of -100, and its metrics must not count the labels of repeated rows.
     labels = inputs["labels"] if counted and mine == 0 and not is_sft(trainer, inputs) else None
@@ -190,10 +191,13 @@ def _shorten(
     return (None, reasons[0]) if reasons else (shortened, "")
 
 
-def _reason(trainer: transformers.Trainer, inputs: Any, left: int, found: int | None, size: int | None) -> str:
+def _reason(
+    trainer: transformers.Trainer, inputs: Any, left: int, mine: int, found: int | None, size: int | None
+) -> str:
     """Return why repeated rows cannot be removed from a batch, or an empty string if they can be.
 
     left: the number of rows of all ranks that are not repeated, or -1 if it is unknown.
+    mine: the number of these rows that this rank has.
     found: the number of rows in `inputs`, this rank's part of the batch; None if it is unknown.
     size: the number of rows per rank of a full batch; None if it is not fixed.
     """
@@ -210,6 +214,11 @@ def _reason(trainer: transformers.Trainer, inputs: Any, left: int, found: int | 
         return "its labels are not a tensor"
     if counted and not trainer.args.average_tokens_across_devices:
         return "with average_tokens_across_devices=False, each rank's loss is a mean over its own labels"
+    # Evaluation between two steps leaves the model in eval mode, so `training` does not say how it will train.
+    model: Any = trainer.model
+    normed = any(isinstance(module, _BatchNorm) for module in model.modules())
+    if normed and computes_loss(trainer) and mine <= 1 < found:
+        return "the model has batch norm, which cannot train with a single row on a rank"
     ignored = counted and "shift_labels" not in inputs and _are_of_tokens(trainer, inputs)
     if not computes_loss(trainer) and not ignored:
         return f"{type(trainer).__name__}, or its model, computes losses in its own way"

@@ -3,7 +3,7 @@ the loss is the trainer's own. `trainer_usages` compares all other evaluations w
 
 import pytest
 import transformers
-from trainer_usages import OwnLoss, Rows, Stream, collate, llama
+from trainer_usages import OwnLoss, Rows, Stream, bert, collate, focal_of_outputs, llama
 
 import hf_bmtrain as bmt
 import jobs
@@ -42,3 +42,22 @@ def test_a_loss_of_ones_own_is_told_of(world, tmp_path):
     assert "OwnLoss, or its model, computes losses in its own way" in results[0][-1][0]
     results = world(2)(evaluated, str(tmp_path), 8, True, None, OwnLoss)
     assert [len(lines) for _, lines in results] == [0, 0]
+
+
+def evaluated_by_function(folder, wrapped):
+    """The loss of an evaluation of 10 rows in batches of 8, of which the second of two ranks has none of the last."""
+    model = bert("SequenceClassification", num_labels=3)()
+    args = jobs.arguments(folder, per_device_eval_batch_size=8 // bmt.world_size() if wrapped else 8)
+    trainer = transformers.Trainer(
+        bmt.auto_wrap(model) if wrapped else model, args=args, data_collator=collate,
+        callbacks=[bmt.hf.BMTrainCallback()] if wrapped else [], compute_loss_func=focal_of_outputs,
+    )  # fmt: skip
+    with log_lines() as lines:
+        return trainer.predict(Rows("class", 10)).metrics["test_loss"], lines
+
+
+@full
+def test_a_loss_function_that_indexes_by_the_labels(world, tmp_path):
+    loss, _ = evaluated_by_function(str(tmp_path / "plain"), False)
+    for ours, told in world(2)(evaluated_by_function, str(tmp_path / "ours"), True):
+        assert ours == pytest.approx(loss, rel=1e-5) and not told

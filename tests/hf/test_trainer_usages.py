@@ -4,20 +4,24 @@ import re
 
 import pytest
 import transformers
-from trainer_usages import USAGES, OwnLoss, Rows, Stream, bert, collate, judge, llama, run
+from trainer_usages import USAGES, Normed, OwnLoss, Rows, Stream, bert, collate, judge, llama, run
 
 import hf_bmtrain as bmt
 import jobs
 from cases import full
 from log_lines import log_lines
 
-DEFAULT = ("causal, the second rank has no row left", "classes, no row left", "generation", "masked words")
+DEFAULT = (
+    "causal, the second rank has no row left", "classes, no row left", "generation", "masked words",
+    "masked mean of one's own, no row left",
+)  # fmt: skip
 IN_FULL = (
     "causal, accumulated", "label smoothing", "regression, no row left", "token classes, no row left",
     "questions, no row left", "CTC, no row left", "generation, no row left", "batch_eval_metrics",
     "tokens seen, no row left", "stream, tokens seen", "split_batches", "two epochs, evaluated and saved",
     "images and numbers", "masked words, accumulated", "loss in an attribute", "forward calls super",
     "not of transformers", "passes no count", "the last step is not logged", "outputs as tuples",
+    "masked mean of one's own", "loss by label, no row left", "loss by label, counted, no row left",
 )  # fmt: skip
 
 
@@ -50,9 +54,9 @@ MODELS = {"ids": llama, "spans": bert("QuestionAnswering"), "class": bert("Seque
           "number": bert("SequenceClassification", num_labels=1)}  # fmt: skip
 
 
-def warnings_of(folder, cls, labels, rows, given):
+def warnings_of(folder, cls, labels, rows, given, make=None):
     """What is said of the training batches of two epochs, with the loss of the first short one."""
-    model = MODELS[labels]()
+    model = (make or MODELS[labels])()
     args = jobs.arguments(folder, per_device_train_batch_size=4, optim="sgd", max_steps=6, seed=7, **given)
     trainer = cls(
         model=bmt.auto_wrap(model), args=args, train_dataset=rows(labels, 18), data_collator=collate,
@@ -85,3 +89,12 @@ def test_what_cannot_be_left_out_is_told_once(world, tmp_path, cls, labels, rows
     assert reason is None or re.search(reason, lines[0])
     if reason is None:
         assert loss == pytest.approx(world(2)(warnings_of, str(tmp_path), transformers.Trainer, labels, rows, {})[0][1])
+
+
+@full
+def test_batch_norm_keeps_its_full_batch(world, tmp_path):
+    """Of the last batch, the second rank has no row of its own."""
+    (lines, loss), (others, _) = world(2)(warnings_of, str(tmp_path), transformers.Trainer, "class", Rows, {}, Normed)
+    assert not others and len(lines) == 1
+    assert "the model has batch norm, which cannot train with a single row on a rank" in lines[0]
+    assert loss < 10

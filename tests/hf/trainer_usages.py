@@ -80,10 +80,10 @@ def row_of(labels: str, index: int, seed: int) -> dict[str, torch.Tensor]:
     if labels in ("image", "image and number"):
         label = torch.tensor(index % 3 if labels == "image" else 0.1 * index)
         return {"pixel_values": torch.randn(3, 16, 16, generator=generator), "labels": label}
-    length = 6 if labels == "spans" else 4 + 7 * index % 5
+    length = 6 if labels in ("spans", "ids of one length") else 4 + 7 * index % 5
     ids = torch.randint(1, VOCABULARY, (length,), generator=generator)
     row = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
-    if labels == "ids":
+    if labels in ("ids", "ids of one length"):
         return {**row, "labels": ids}
     if labels == "target":
         return {**row, "labels": torch.randint(1, VOCABULARY, (3 + index % 2,), generator=generator)}
@@ -236,6 +236,26 @@ class OwnLoss(transformers.Trainer):
         return super().compute_loss(*args, **kwargs)
 
 
+class MaskedMean(transformers.Trainer):
+    """A mean over this rank's labels, without num_items_in_batch; nan, as its gradients are, where all are ignored."""
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        outputs = model(input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"])
+        labels = inputs["labels"][:, 1:]
+        losses = torch.nn.functional.cross_entropy(
+            outputs.logits[:, :-1].transpose(1, 2), labels.clamp_min(0), reduction="none"
+        )
+        loss = (losses * (labels != -100)).sum() / (labels != -100).sum()
+        return (loss, outputs) if return_outputs else loss
+
+
+class UncountedMean(MaskedMean):
+    """The same, where num_items_in_batch is among other arguments."""
+
+    def compute_loss(self, model, inputs, return_outputs=False, **kwargs):
+        return super().compute_loss(model, inputs, return_outputs)
+
+
 class CallsSuper(transformers.BertForSequenceClassification):
     def forward(self, input_ids, attention_mask, labels=None, **kwargs):
         return super().forward(input_ids=input_ids, attention_mask=attention_mask, labels=labels, **kwargs)
@@ -260,6 +280,44 @@ class Bare(torch.nn.Module):
 def bare() -> torch.nn.Module:
     torch.manual_seed(0)
     return Bare()
+
+
+class Focal(Bare):
+    """Its loss indexes by the labels, so a label of -100 is out of range. It takes no num_items_in_batch."""
+
+    def forward(self, input_ids, attention_mask, labels=None):
+        logits = super().forward(input_ids, attention_mask, torch.zeros_like(labels))["logits"]
+        return {"loss": focal(logits, labels).mean(), "logits": logits}
+
+
+class CountedFocal(Focal):
+    """The same, where Trainer counts the labels."""
+
+    def forward(self, input_ids, attention_mask, labels=None, **kwargs):
+        return super().forward(input_ids, attention_mask, labels)
+
+
+class Normed(Bare):
+    """Its batch norm cannot train with a single row."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = torch.nn.BatchNorm1d(3)
+
+    def forward(self, input_ids, attention_mask, labels=None):
+        logits = self.norm(super().forward(input_ids, attention_mask, labels)["logits"])
+        return {"loss": torch.nn.functional.cross_entropy(logits, labels), "logits": logits}
+
+
+def focal(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """The focal loss of each row."""
+    chances = logits.softmax(-1).gather(1, labels[:, None])
+    return -((1 - chances) ** 2) * chances.log()
+
+
+def focal_of_outputs(outputs: Any, labels: torch.Tensor, num_items_in_batch: torch.Tensor) -> torch.Tensor:
+    """A `compute_loss_func`."""
+    return focal(outputs["logits"], labels).sum() / num_items_in_batch
 
 
 def calls_super() -> torch.nn.Module:
@@ -373,6 +431,10 @@ USAGES: dict[str, Usage] = {
         bert("MaskedLM"), given={"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2}
     ),
     "loss in an attribute": Usage(distilbert),
+    "masked mean of one's own": Usage(llama, "ids of one length", cls=UncountedMean, evaluated=8),
+    "masked mean of one's own, no row left": Usage(llama, "ids of one length", cls=MaskedMean, rows=18, evaluated=8),
+    "loss by label, no row left": Usage(Focal, "class", STEPS, rows=18, evaluated=10),
+    "loss by label, counted, no row left": Usage(CountedFocal, "class", STEPS, rows=18, evaluated=10),
     "forward calls super": Usage(calls_super, "class"),
     "not of transformers": Usage(bare, "class"),
     "passes no count": Usage(llama_of_classes, "class"),

@@ -6,7 +6,8 @@ import functools
 import inspect
 import re
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import CodeType
 from typing import Any
 
@@ -15,6 +16,8 @@ import torch
 COUNT = "num_items_in_batch"
 _HOOKS = "_bmt_loss_hooks"
 """Name of an attribute of the base model: (weak reference to the Trainer that added the hooks, the hooks' handles)."""
+_UNCOUNTED = "_bmt_uncounted_labels"
+"""Name of an attribute that the base model has in `labels_uncounted`."""
 _LOSS = re.compile(r"(?<=\w)Loss$|_loss$|(^|_)cross_entropy|loss_(fct|fn)$|^criterion$")
 """Matches the names of functions, classes and attributes that compute a loss."""
 
@@ -60,6 +63,8 @@ def hook_loss(
     def before(module: Any, inputs: tuple, given: dict[str, Any]) -> None:
         nonlocal asked, labels
         asked, labels = given.get(COUNT) is not None, given.get("labels")
+        if isinstance(labels, torch.Tensor) and _UNCOUNTED in vars(base_of(model)):
+            labels = torch.full_like(labels, -100)
         if around is not None and asked:
             around[0]()
 
@@ -85,6 +90,21 @@ def hook_loss(
             model.register_forward_hook(after, with_kwargs=True, always_call=True),
         ]
     )
+
+
+@contextmanager
+def labels_uncounted(model: Any) -> Iterator[None]:
+    """Make the loss hooks of `model` count all labels as ignored in this context, in which the forward gets them.
+
+    A rank without rows of its own must run the forward, but its labels may not count. They are not set to -100 for
+    the forward, because not every loss ignores such labels: it may index by them, or be 0 / 0, with gradients of nan.
+    """
+    record = vars(base_of(model))
+    record[_UNCOUNTED] = True
+    try:
+        yield
+    finally:
+        del record[_UNCOUNTED]
 
 
 def is_scalar(value: Any) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections import defaultdict
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from accelerate.utils import find_batch_size
 
 from ...engine.runtime.world import World, current_world
 from ...engine.wrap.accelerator import ranks_per_row
+from .hooks import labels_uncounted
 
 _log = logging.getLogger("hf_bmtrain")
 IGNORED = -100
@@ -43,7 +45,7 @@ def follow_short_batch(trainer: transformers.Trainer) -> None:
         group = world.rank // ranks_per_row(trainer.model)
         # For TRL's SFTTrainer, ignore the labels of repeated rows, and average the loss over the labels of all ranks.
         # When repeated rows are ignored, here or below, `left` is set to None: no other correction is needed then.
-        of_labels = _is_sft(trainer, inputs)
+        of_labels = is_sft(trainer, inputs)
         if of_labels and left is not None and left > 0 and find_batch_size(inputs) == _rows_of_rank(trainer):
             inputs, left = _ignore_repeated(inputs, left - group * _rows_of_rank(trainer)), None
         # If a collator has concatenated the rows, also ignore the labels of repeated rows.
@@ -139,7 +141,7 @@ class _GatherRows:
         return self._accelerator.gather_for_metrics(values)
 
 
-def _is_sft(trainer: transformers.Trainer, inputs: Any) -> bool:
+def is_sft(trainer: transformers.Trainer, inputs: Any) -> bool:
     """Return whether TRL's SFTTrainer computes the loss of `inputs`, as a mean over this rank's labels."""
     methods = (type(trainer).compute_loss, type(trainer).prediction_step)
     own = all(method.__module__ == "trl.trainer.sft_trainer" for method in methods)
@@ -260,13 +262,14 @@ def _loss_of_rows(
     if not all(world.gather_objects(short is not None)):
         return None
     assert short is not None
-    if mine == 0:  # the forward is collective, but none of this rank's labels may count
-        labels = [name for name in trainer.label_names if isinstance(short.get(name), torch.Tensor)]
-        short.update({name: torch.full_like(short[name], IGNORED) for name in labels})
     with torch.no_grad(), trainer.compute_loss_context_manager():
-        prepared = trainer._prepare_inputs(short)
-        count = trainer._get_num_items_in_batch([prepared], trainer.args.device)
-        loss: Any = trainer.compute_loss(model, prepared, num_items_in_batch=count)
+        prepared = own = trainer._prepare_inputs(short)
+        if mine == 0 and isinstance(prepared.get("labels"), torch.Tensor):
+            own = _ignore_repeated(prepared, 0)  # none of this rank's labels may count
+        count = trainer._get_num_items_in_batch([own], trainer.args.device)
+        # The forward is collective, so a rank without rows of its own runs it with a repeated row.
+        with labels_uncounted(trainer.model) if mine == 0 else nullcontext():
+            loss: Any = trainer.compute_loss(model, prepared, num_items_in_batch=count)
     # If `counted`, the loss of a rank is its sum over tokens, divided by the tokens of all ranks and multiplied by the
     # number of ranks, so the loss of the batch is the mean over ranks. Otherwise, the loss of a rank is the mean over
     # its own rows, and counts in proportion to their number.

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import dis
+import inspect
 import logging
 from collections.abc import Iterator
 from dataclasses import dataclass
+from types import CodeType
 from typing import Any
 
 import torch
 import transformers
 from accelerate.data_loader import BatchSamplerShard, DataLoaderDispatcher, SkipBatchSampler
 from accelerate.utils import find_batch_size
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from ...engine.runtime.world import World, current_world
 from ...engine.wrap.accelerator import ranks_per_row
-from .short_batch import IGNORED, computes_loss, first_rows, ignore_after, starts_of_rows
+from .hooks import COUNT, labels_uncounted
+from .short_batch import IGNORED, computes_loss, first_rows, ignore_after, is_sft, starts_of_rows
 
 _log = logging.getLogger("hf_bmtrain")
 
@@ -29,11 +34,14 @@ class _Short:
             them.
         weight: the number by which a loss that is a mean over this rank's rows is multiplied. It is 0 if `rows` has no
             rows.
+        labels: if this rank has only repeated rows, the labels for the forward. Those in `inputs` are then all ignored,
+            for Trainer to count none. None to use those in `inputs`.
     """
 
     inputs: dict[str, Any]
     rows: dict[str, Any]
     weight: float
+    labels: torch.Tensor | None = None
 
 
 def follow_short_training_batch(trainer: transformers.Trainer) -> None:
@@ -72,7 +80,9 @@ def follow_short_training_batch(trainer: transformers.Trainer) -> None:
         return collect(own_rows(epoch_iterator), *args, **kwargs)
 
     def training_step(model: Any, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
-        if short is None or inputs is not short.inputs or (num_items_in_batch is not None and short.weight > 0):
+        if short is None or inputs is not short.inputs:
+            return step(model, inputs, num_items_in_batch)
+        if num_items_in_batch is not None and short.weight > 0 and not _ignores_count(trainer):
             return step(model, inputs, num_items_in_batch)
         compute, weight, own = trainer.compute_loss, short.weight, vars(trainer).get("compute_loss")
 
@@ -82,7 +92,10 @@ def follow_short_training_batch(trainer: transformers.Trainer) -> None:
 
         trainer.compute_loss = weighted  # pyright: ignore[reportAttributeAccessIssue]
         try:
-            return step(model, inputs, num_items_in_batch)
+            if short.labels is None:
+                return step(model, inputs, num_items_in_batch)
+            with labels_uncounted(trainer.model):
+                return step(model, {**inputs, "labels": short.labels}, num_items_in_batch)
         finally:
             del trainer.compute_loss
             if own is not None:
@@ -153,12 +166,14 @@ def _shorten(
     if left == groups * rows and size is None:
         return None, ""
     mine = min(max(left - group * rows, 0), rows)
-    reason, shortened = _reason(trainer, inputs, left, found, size), None
+    reason, shortened = _reason(trainer, inputs, left, mine, found, size), None
     counted = "labels" in inputs and trainer.model_accepts_loss_kwargs
+    # SFTTrainer's loss ignores labels of -100, and its metrics must not count the labels of repeated rows.
+    labels = inputs["labels"] if counted and mine == 0 and not is_sft(trainer, inputs) else None
     if not reason and starts is not None:
         end = int(starts[mine]) if mine < rows else None
         own = {name: value[:, :end] for name, value in inputs.items() if getattr(value, "ndim", 0) == 2}
-        shortened = _Short(ignore_after(inputs, starts, mine), own, mine * groups / left)
+        shortened = _Short(ignore_after(inputs, starts, mine), own, mine * groups / left, labels)
         if not counted:
             reason = "its rows are not along the first dimension"
     elif not reason:
@@ -168,18 +183,21 @@ def _shorten(
             reason = "not every tensor in it has that many rows"
         else:
             if counted:  # the loss is a mean over labels, so ignored labels have no effect
-                labels = inputs["labels"][: len(kept["labels"])].clone()
-                labels[mine:] = IGNORED
-                kept["labels"] = labels
-            shortened = _Short(kept, own, mine * groups / left)
+                labels = None if labels is None else labels[: len(kept["labels"])]
+                kept["labels"] = inputs["labels"][: len(kept["labels"])].clone()
+                kept["labels"][mine:] = IGNORED
+            shortened = _Short(kept, own, mine * groups / left, labels)
     reasons = [each for each in world.gather_objects(reason) if each]
     return (None, reasons[0]) if reasons else (shortened, "")
 
 
-def _reason(trainer: transformers.Trainer, inputs: Any, left: int, found: int | None, size: int | None) -> str:
+def _reason(
+    trainer: transformers.Trainer, inputs: Any, left: int, mine: int, found: int | None, size: int | None
+) -> str:
     """Return why repeated rows cannot be removed from a batch, or an empty string if they can be.
 
     left: the number of rows of all ranks that are not repeated, or -1 if it is unknown.
+    mine: the number of these rows that this rank has.
     found: the number of rows in `inputs`, this rank's part of the batch; None if it is unknown.
     size: the number of rows per rank of a full batch; None if it is not fixed.
     """
@@ -196,6 +214,11 @@ def _reason(trainer: transformers.Trainer, inputs: Any, left: int, found: int | 
         return "its labels are not a tensor"
     if counted and not trainer.args.average_tokens_across_devices:
         return "with average_tokens_across_devices=False, each rank's loss is a mean over its own labels"
+    # Evaluation between two steps leaves the model in eval mode, so `training` does not say how it will train.
+    model: Any = trainer.model
+    normed = any(isinstance(module, _BatchNorm) for module in model.modules())
+    if normed and computes_loss(trainer) and mine <= 1 < found:
+        return "the model has batch norm, which cannot train with a single row on a rank"
     ignored = counted and "shift_labels" not in inputs and _are_of_tokens(trainer, inputs)
     if not computes_loss(trainer) and not ignored:
         return f"{type(trainer).__name__}, or its model, computes losses in its own way"
@@ -208,4 +231,26 @@ def _are_of_tokens(trainer: transformers.Trainer, inputs: Any) -> bool:
     labels, read = inputs["labels"], inputs.get(getattr(model, "main_input_name", "input_ids"))
     if labels.is_floating_point() or labels.ndim != 2 or not isinstance(read, torch.Tensor):
         return False
-    return labels.shape == read.shape[:2] or getattr(model.config, "is_encoder_decoder", False)
+    config = getattr(model, "config", None)  # a module that is not of transformers may have none
+    return labels.shape == read.shape[:2] or getattr(config, "is_encoder_decoder", False)
+
+
+def _ignores_count(trainer: transformers.Trainer) -> bool:
+    """Return whether `compute_loss` of a Trainer's subclass does not use `num_items_in_batch`.
+
+    Its loss is then not a sum that is divided by the number of labels on all ranks, but, for example, a mean over this
+    rank's labels.
+    """
+    method = inspect.unwrap(type(trainer).compute_loss)
+    code = getattr(method, "__code__", None)
+    if not isinstance(code, CodeType):
+        return False
+    parameters = inspect.signature(method).parameters
+    # Trainer passes the number by its name, so a method without this parameter gets it in `**kwargs`.
+    others = [name for name, each in parameters.items() if each.kind is each.VAR_KEYWORD]
+    name = COUNT if COUNT in parameters or not others else others[0]
+    for instruction in dis.get_instructions(code):
+        loaded = instruction.argval if isinstance(instruction.argval, tuple) else (instruction.argval,)
+        if "LOAD" in instruction.opname and name in loaded:
+            return False
+    return True

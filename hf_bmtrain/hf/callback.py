@@ -115,13 +115,15 @@ class BMTrainCallback(TrainerCallback):
 
     def _adopt(self, args: Any, model: Any) -> None:
         check_model(model)
-        if self._weights is None or self._weights.model is not model:
+        known = self._weights if self._weights is not None and self._weights.model is model else None
+        if known is None:
             check_arguments(args, model)
-            self._weights = StagedWeights(model)
             follow_shared_rows(model, args)
             # Trainer's total_flos calls `num_parameters`, which would count only this rank's elements.
             if hasattr(model, "num_parameters"):
                 model.num_parameters = ParameterCount(model)
+        # The callback of another Trainer may have replaced the model's methods. Then use the same weights as it does.
+        self._weights = StagedWeights.of(model) or known or StagedWeights(model)
 
     def _follow_losses(self, model: Any) -> None:
         """Add hooks to `model` and its Trainer, so that the losses with several ranks equal those of one process."""

@@ -374,6 +374,38 @@ class SavesWhenItLikes(transformers.TrainerCallback):
         control.should_save = state.global_step == 2
 
 
+def two_trainers(folder, adapted):
+    """Both are made before either trains."""
+    model = build("llama")
+    if adapted:
+        import peft
+
+        model = peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM"))
+    model = bmt.auto_wrap(model)
+    trainers = [
+        transformers.Trainer(
+            model=model, args=jobs.arguments(f"{folder}/{name}", save_strategy="steps", save_steps=3),
+            train_dataset=jobs.Rows(), optimizers=(jobs.sgd(model), None), callbacks=[bmt.hf.BMTrainCallback()],
+        )
+        for name in ("first", "second")
+    ]  # fmt: skip
+    for trainer in trainers:
+        trainer.train()
+    trainers[0].save_model(f"{folder}/saved")
+    bmt.synchronize()
+
+
+@pytest.mark.parametrize("adapted", [False, *in_full(True)])
+def test_two_trainers_of_one_model(world, tmp_path, capsys, adapted):
+    """The second took the model's save_pretrained, and the first could not save."""
+    if adapted:
+        pytest.importorskip("peft")
+    world(2)(two_trainers, str(tmp_path), adapted)
+    for name in ("first", "second"):
+        assert "intact" in verified(tmp_path / name / "checkpoint-3", capsys)
+    assert any((tmp_path / "saved").glob("*.safetensors"))
+
+
 def saved_on_demand(folder):
     """A user's callback asks for a save; afterwards weights change, and saving is what it was: collective."""
     trainer = jobs.make_trainer(folder, True, {}, size=bmt.world_size(), callbacks=[SavesWhenItLikes()])

@@ -135,6 +135,52 @@ def test_a_save_that_does_not_come_leaves_nothing(world, tmp_path):
     assert [path.name for path in tmp_path.glob("checkpoint-*")] == ["checkpoint-2"]
 
 
+def identity(checkpoint):
+    """Changes if a checkpoint is saved again."""
+    found = Path(checkpoint, "manifest.json").stat()
+    return found.st_ino, found.st_mtime_ns
+
+
+class DiesBeforeItsFiles(transformers.Trainer):
+    """Killed in the save of step 4, before Trainer writes its own files."""
+
+    def _save_checkpoint(self, *args, **kwargs):
+        if self.state.global_step == 4:
+            raise Killed
+        super()._save_checkpoint(*args, **kwargs)
+
+
+def saved_again_in_vain(folder, again):
+    """Step 4 was saved, and training resumes from step 2; with `again`, the same Trainer trains once more."""
+    given = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2}
+    options = {"make_optimizer": bmt_adam, "size": bmt.world_size()}
+    jobs.make_trainer(folder, True, given, **options).train()
+    before = identity(f"{folder}/checkpoint-4")
+    trainer = jobs.make_trainer(folder, True, given, **options, cls=DiesBeforeItsFiles)
+    with pytest.raises(Killed):
+        trainer.train(resume_from_checkpoint=f"{folder}/checkpoint-2")
+    bmt.synchronize()
+    if again:
+        trainer.args.max_steps = 3
+        trainer.train(resume_from_checkpoint=f"{folder}/checkpoint-2")
+    else:
+        jobs.make_trainer(folder, True, given, **options)
+    bmt.synchronize()
+    assert identity(f"{folder}/checkpoint-4") == before
+    trainer = jobs.make_trainer(folder, True, given, **options)
+    trainer.train(resume_from_checkpoint=f"{folder}/checkpoint-2")
+    bmt.synchronize()
+    assert identity(f"{folder}/checkpoint-4") != before
+
+
+@pytest.mark.parametrize("again", [False, *in_full(True)])
+def test_the_earlier_checkpoint_of_a_step_stays_until_the_new_one_is_complete(world, tmp_path, capsys, again):
+    """It was deleted before Trainer had written its files, so that neither of the two was whole."""
+    world(2)(saved_again_in_vain, str(tmp_path), again)
+    assert "intact" in verified(tmp_path / "checkpoint-4", capsys)
+    assert not any(tmp_path.glob("earlier-*")) and not any(tmp_path.glob("*.replaced-*"))
+
+
 def full_disk_on_one_rank(folder):
     """Every rank hears of it before Trainer writes, and so before it deletes what is older."""
     given = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2, "save_total_limit": 1}

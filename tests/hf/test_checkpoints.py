@@ -15,6 +15,7 @@ import jobs
 from cases import full, in_full, rows_in_full
 from hf_bmtrain.checkpoint.__main__ import verify
 from hf_bmtrain.checkpoint.folder import find
+from hf_bmtrain.hf.calling_trainer import calling_trainer
 from jobs import bmt_adam, losses, torch_adam
 from log_lines import log_lines
 from state_dicts import check_equal
@@ -124,7 +125,7 @@ class ChangesItsMind(transformers.TrainerCallback):
 def not_saved_after_all(folder):
     given = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2}
     trainer = jobs.make_trainer(folder, True, given, size=bmt.world_size(), make_optimizer=bmt_adam)
-    trainer.add_callback(ChangesItsMind())  # after BMTrainCallback, which has prepared step 4 by then
+    trainer.add_callback(ChangesItsMind())  # after BMTrainCallback, which still sees the request for step 4
     trainer.train()
     bmt.synchronize()
 
@@ -179,6 +180,33 @@ def test_the_earlier_checkpoint_of_a_step_stays_until_the_new_one_is_complete(wo
     world(2)(saved_again_in_vain, str(tmp_path), again)
     assert "intact" in verified(tmp_path / "checkpoint-4", capsys)
     assert not any(tmp_path.glob("earlier-*")) and not any(tmp_path.glob("*.replaced-*"))
+
+
+def evaluated_on_start(folder, given):
+    """The run that resumes scores better."""
+    options = {"make_optimizer": bmt_adam, "size": bmt.world_size(), "eval_dataset": jobs.Rows()}
+    given = {"max_steps": 2, "eval_strategy": "steps", "eval_steps": 2, **given}
+    jobs.make_trainer(folder, True, given, **options, compute_metrics=lambda found: {"score": 1.0}).train()
+    before = identity(f"{folder}/checkpoint-2")
+    given |= {"max_steps": 3, "eval_on_start": True}
+    trainer = jobs.make_trainer(folder, True, given, **options, compute_metrics=lambda found: {"score": 2.0})
+    trainer.train(resume_from_checkpoint=True)
+    bmt.synchronize()
+    assert identity(f"{folder}/checkpoint-2") == before
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"save_strategy": "best", "metric_for_best_model": "score", "greater_is_better": True},
+        *in_full({"save_strategy": "steps", "save_steps": 2, "restore_callback_states_from_checkpoint": True}),
+    ],
+    ids=lambda given: given["save_strategy"],
+)
+def test_an_evaluation_on_start_leaves_the_checkpoint(world, tmp_path, capsys, given):
+    """Trainer never saves after it. The checkpoint was replaced by one that Trainer did not finish, and deleted."""
+    world(2)(evaluated_on_start, str(tmp_path), given)
+    assert "intact" in verified(tmp_path / "checkpoint-2", capsys)
 
 
 def full_disk_on_one_rank(folder):
@@ -418,6 +446,65 @@ def test_sigterm(world, tmp_path, size):
 class SavesWhenItLikes(transformers.TrainerCallback):
     def on_step_end(self, args, state, control, **kwargs):
         control.should_save = state.global_step == 2
+
+
+class SavesWhenItLogs(transformers.TrainerCallback):
+    def on_log(self, args, state, control, **kwargs):
+        control.should_save = state.global_step == 2
+
+
+class SavesItself(transformers.TrainerCallback):
+    def on_step_end(self, args, state, control, model=None, **kwargs):
+        if state.global_step == 2:
+            calling_trainer()._save_checkpoint(model, trial=None)
+
+
+class TellsNobodyOfEvaluations(bmt.hf.Trainer):
+    def evaluate(self, *args, **kwargs):
+        self.log({"eval_score": 1.0})
+        return {"eval_score": 1.0}
+
+
+EVALUATED = {"eval_strategy": "steps", "eval_steps": 2, "save_strategy": "steps", "save_steps": 2}
+
+
+def saved_unexpectedly(folder, cls, given, late):
+    """What BMTrainCallback cannot see in its own events; the callback `late` runs after it."""
+    options = {"cls": cls, "make_optimizer": bmt_adam, "eval_dataset": jobs.Rows()}
+    trainer = jobs.make_trainer(folder, True, given, size=bmt.world_size(), **options)
+    if late is not None:
+        trainer.add_callback(late())
+    trainer.train()
+
+
+@pytest.mark.parametrize(
+    ("cls", "given", "late"),
+    [
+        (bmt.hf.Trainer, {}, SavesWhenItLikes),
+        *rows_in_full(
+            [
+                (bmt.hf.Trainer, {}, SavesWhenItLogs),
+                (bmt.hf.Trainer, {}, SavesItself),
+                (TellsNobodyOfEvaluations, EVALUATED, None),
+            ]
+        ),
+    ],
+)
+def test_a_save_that_no_event_announces(world, tmp_path, capsys, cls, given, late):
+    """Rank 0 saved alone, and the ranks issued different operations."""
+    world(2)(saved_unexpectedly, str(tmp_path), cls, given, late)
+    assert "intact" in verified(tmp_path / "checkpoint-2", capsys)
+
+
+class SavesOnOneRank(transformers.TrainerCallback):
+    def on_step_end(self, args, state, control, **kwargs):
+        control.should_save = bmt.rank() == 1 and state.global_step == 3
+
+
+@full
+def test_a_late_request_on_one_rank_is_named(world, tmp_path):
+    with pytest.raises(AssertionError, match="rank 1: decision for should_.* and should_save .* before a save"):
+        world(2)(saved_unexpectedly, str(tmp_path), bmt.hf.Trainer, {}, SavesOnOneRank)
 
 
 def two_trainers(folder, adapted):

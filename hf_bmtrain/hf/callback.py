@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 import signal
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -62,8 +64,8 @@ class BMTrainCallback(TrainerCallback):
     Training also ends with an error if callbacks set a flag of Trainer's control (such as `should_save`) on only some
     of the ranks.
 
-    Put this callback last in `callbacks`, so that it sees whether another callback requested a save. Reporters such as
-    TensorBoard run before it and do not receive its numbers; with `bmt.hf.Trainer` they do.
+    Put this callback last in `callbacks`, so that it sees the flags that other callbacks set after a step. Reporters
+    such as TensorBoard run before it and do not receive its numbers; with `bmt.hf.Trainer` they do.
 
     Args:
         save_on_sigterm: when any rank receives SIGTERM, save a checkpoint at the end of the step and exit all ranks
@@ -101,6 +103,7 @@ class BMTrainCallback(TrainerCallback):
         if holds_additions(model):  # adapters that the trainer itself added (TRL's peft_config=)
             auto_wrap(model)
         self._adopt(args, model)
+        self._prepare_saves()
         self._follow_losses(model)
         world, problem = current_world(), None
         world.barrier("Trainer(...)")
@@ -115,13 +118,28 @@ class BMTrainCallback(TrainerCallback):
 
     def _adopt(self, args: Any, model: Any) -> None:
         check_model(model)
-        if self._weights is None or self._weights.model is not model:
+        known = self._weights if self._weights is not None and self._weights.model is model else None
+        if known is None:
             check_arguments(args, model)
-            self._weights = StagedWeights(model)
             follow_shared_rows(model, args)
             # Trainer's total_flos calls `num_parameters`, which would count only this rank's elements.
             if hasattr(model, "num_parameters"):
                 model.num_parameters = ParameterCount(model)
+        # The callback of another Trainer may have replaced the model's methods. Then use the same weights as it does.
+        self._weights = StagedWeights.of(model) or known or StagedWeights(model)
+
+    def _prepare_saves(self) -> None:
+        """Make the calling Trainer save all ranks' parts of a checkpoint before it writes its own files.
+
+        This replaces the Trainer's `_save_checkpoint`, which every rank enters, and only when there is something to
+        save. No event of Trainer tells this: a callback that runs later may still request or cancel the save.
+        """
+        trainer: Any = calling_trainer()
+        if trainer is None:
+            return
+        save = vars(trainer).get("_save_checkpoint")
+        if not (isinstance(save, functools.partial) and save.func == self._save_checkpoint):
+            trainer._save_checkpoint = functools.partial(self._save_checkpoint, trainer, trainer._save_checkpoint)
 
     def _follow_losses(self, model: Any) -> None:
         """Add hooks to `model` and its Trainer, so that the losses with several ranks equal those of one process."""
@@ -145,6 +163,7 @@ class BMTrainCallback(TrainerCallback):
         self, args: Any, state: Any, control: Any, model: Any = None, optimizer: Any = None, **kwargs: Any
     ) -> None:
         self._adopt(args, model)
+        self._prepare_saves()
         self._follow_losses(model)
         self._close()
         agree_on_arguments(args)
@@ -183,7 +202,9 @@ class BMTrainCallback(TrainerCallback):
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         assert self._weights is not None and self._checkpoints is not None and self._speed is not None
         self._weights.drop()
-        self._checkpoints.withdraw()
+        if self._checkpoints.staged is not None:  # the user's program called `_save_checkpoint`, without `on_save`
+            current_world().barrier("a save")  # wait until every rank has written its random state
+            self._checkpoints.withdraw()
         self._speed.resume()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -212,25 +233,27 @@ class BMTrainCallback(TrainerCallback):
             self._report = {**self._speed.read(), **router, **_loss_scale(kwargs.get("optimizer"))}
         if control.should_evaluate or control.should_save:
             self._speed.pause()
-        if control.should_save and not control.should_evaluate:
-            self._stage(args, state)
 
-    def on_evaluate(self, args: Any, state: Any, control: Any, metrics: Any = None, **kwargs: Any) -> None:
-        if self._checkpoints is None:
-            return  # the evaluation was started outside training
-        _compare(control, "after an evaluation")
-        best = args.save_strategy == "best"
-        if _is_best(args, state, metrics or {}) if best else control.should_save:
-            self._stage(args, state)
+    def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self._checkpoints is not None:  # otherwise, the evaluation was started outside training
+            _compare(control, "after an evaluation")
 
-    def _stage(self, args: Any, state: Any) -> None:
-        assert self._weights is not None and self._checkpoints is not None
-        own = writes_own_weights(self._weights.model)
-        if not own:
-            self._weights.gather(checkpoint=True)
-        if own or not args.save_only_model:
-            self._checkpoints.save(state.global_step)
-        self._weights.written = self._checkpoints.staged if own else None
+    def _save_checkpoint(self, trainer: Any, save: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Write all ranks' parts of a checkpoint, and then call `save`, the Trainer's own `_save_checkpoint`.
+
+        Collective: every rank must call it. Outside training, it only calls `save`.
+        """
+        if self._checkpoints is not None:
+            assert self._weights is not None and self._speed is not None
+            _compare(trainer.control, "before a save")
+            self._speed.pause()
+            own = writes_own_weights(self._weights.model)
+            if not own:
+                self._weights.gather(checkpoint=True)
+            if own or not trainer.args.save_only_model:
+                self._checkpoints.save(trainer.state.global_step)
+            self._weights.written = self._checkpoints.staged if own else None
+        return save(*args, **kwargs)
 
     def stage(self, args: Any, model: Any) -> None:
         """Gather the full weights on rank 0, so that Trainer's `save_model` can save them there without other ranks.
@@ -335,18 +358,3 @@ def _loss_scale(optimizer: Any) -> dict[str, float]:
     if isinstance(inner, AdamOptimizer) and inner.loss_scale is not None:
         return {"loss_scale": inner.scale}
     return {}
-
-
-def _is_best(args: Any, state: Any, metrics: dict[str, float]) -> bool:
-    """Return whether Trainer, with save_strategy="best", will save after an evaluation with these `metrics`.
-
-    Trainer saves if `args.metric_for_best_model` is better than `state.best_metric`. Return False if `metrics` lacks
-    this metric.
-    """
-    name = args.metric_for_best_model or "loss"
-    value = metrics.get(name if name.startswith("eval_") else f"eval_{name}")
-    if value is None:
-        return False
-    if state.best_metric is None:
-        return True
-    return value > state.best_metric if args.greater_is_better else value < state.best_metric

@@ -31,6 +31,7 @@ from ..engine.wrap.accelerator import ranks_per_row
 
 _log = logging.getLogger("hf_bmtrain")
 _REFERENCE = "hf_bmtrain"
+_EARLIER = "earlier-"  # how the name of a checkpoint begins while another one of the same step is saved
 
 
 class TrainerCheckpoints:
@@ -39,8 +40,10 @@ class TrainerCheckpoints:
     `save` creates the folder `checkpoint-N` with this state, flushed to disk and checksummed. Then Trainer adds its own
     files; its `optimizer.pt` contains only the parameter groups and a reference to the folder. `complete` adds the
     checksums of Trainer's files and deletes older checkpoints. (Trainer itself would delete them on rank 0 while other
-    ranks still write.) On resuming, with any number of ranks, Trainer loads `optimizer.pt`, and then `load` loads the
-    weights and the optimizer state. Creating the object is collective: every rank must do it.
+    ranks still write.) Until then, an earlier checkpoint of the same step has the name `earlier-checkpoint-N`. If the
+    new one is not completed, the earlier one gets its own name again. On resuming, with any number of ranks, Trainer
+    loads `optimizer.pt`, and then `load` loads the weights and the optimizer state. Creating the object is collective:
+    every rank must do it.
 
     Args:
         model: the sharded model.
@@ -76,10 +79,22 @@ class TrainerCheckpoints:
         folder = Path(self._args.output_dir).absolute() / f"{PREFIX_CHECKPOINT_DIR}-{step}"
         identity = f"{self._run}-{folder.name}"
         optimizer = None if self._args.save_only_model else self._optimizer
-        save_state(
-            folder.parent, self._model, optimizer, extra={"id": identity, "rows": self._rows_per_step()}, step=step,
-            trained_only=not writes_own_weights(self._model),
-        )  # fmt: skip
+        world, problem = current_world(), None
+        if world.rank == 0:
+            try:
+                _set_earlier_aside(folder)
+            except OSError as error:
+                problem = f"{type(error).__name__}: {error}"
+        world.raise_everywhere(f"The earlier checkpoint {folder} could not be renamed", problem)
+        try:
+            save_state(
+                folder.parent, self._model, optimizer, extra={"id": identity, "rows": self._rows_per_step()}, step=step,
+                trained_only=not writes_own_weights(self._model),
+            )  # fmt: skip
+        except BaseException:
+            if world.rank == 0:
+                _settle_earlier(folder)
+            raise
         self._refer({"id": identity, "folder": str(folder)})
 
     def complete(self, best: str | None) -> None:
@@ -105,6 +120,8 @@ class TrainerCheckpoints:
                 add_checksums(folder)
             except (OSError, ValueError) as error:
                 problem = f"{type(error).__name__}: {error}"
+            else:
+                _settle_earlier(folder)
             if problem is None and limit is not None and limit > 0:
                 kept = {folder, *([Path(best).absolute()] if best else [])}
                 with deleting_older(folder):
@@ -112,13 +129,16 @@ class TrainerCheckpoints:
         world.raise_everywhere(f"The checkpoint {folder} could not be completed", problem)
 
     def withdraw(self) -> None:
-        """End a `save` that was not followed by `complete`, for example because Trainer failed in between.
+        """End a `save` that is not followed by `complete`, for example because Trainer failed in between.
 
-        Restore the optimizer's own state_dict(). Rank 0 deletes the checkpoint if some of Trainer's files are missing.
+        Restore the optimizer's own state_dict(). Rank 0 deletes the checkpoint if some of Trainer's files are missing,
+        and gives an earlier checkpoint of the same step its name again.
         """
         folder = self._forget()
-        if folder is not None and current_world().rank == 0 and folder.is_dir() and _missing(folder):
-            remove(folder)
+        if folder is not None and current_world().rank == 0:
+            if folder.is_dir() and _missing(folder):
+                remove(folder)
+            _settle_earlier(folder)
 
     def close(self) -> None:
         """End an incomplete save, and unlock `output_dir`, so that other jobs can save checkpoints to it.
@@ -315,7 +335,8 @@ def set_aside_incomplete(output_dir: str | os.PathLike) -> None:
     """Rename checkpoints that Trainer did not finish, so that `resume_from_checkpoint=True` does not find them.
 
     The checkpoint of step N gets the name incomplete-checkpoint-N. If any checkpoint is renamed, those that earlier
-    calls renamed are deleted. Not collective: only rank 0 calls this.
+    calls renamed are deleted. If an earlier checkpoint of step N was complete, it gets its own name again. Not
+    collective: only rank 0 calls this.
     """
     reasons = {folder: _missing(folder) for folder in _by_step(output_dir) if _identity(folder) is not None}
     incomplete = {folder: missing for folder, missing in reasons.items() if missing is not None}
@@ -330,6 +351,40 @@ def set_aside_incomplete(output_dir: str | os.PathLike) -> None:
             "checkpoint is found",
             folder, missing, aside.name,
         )  # fmt: skip
+    for earlier in Path(output_dir).absolute().glob(f"{_EARLIER}{PREFIX_CHECKPOINT_DIR}-*"):
+        _settle_earlier(earlier.with_name(earlier.name.removeprefix(_EARLIER)))
+
+
+def _set_earlier_aside(folder: Path) -> None:
+    """Rename the checkpoint `folder`, if it exists, until a new one of the same step is complete.
+
+    Symbolic links are not renamed: `save_state` replaces the link, and does not change the checkpoint behind it.
+    """
+    _settle_earlier(folder)  # of an earlier save that was not completed
+    earlier = folder.with_name(_EARLIER + folder.name)
+    if folder.is_dir() and not folder.is_symlink() and not earlier.exists():
+        os.rename(folder, earlier)
+
+
+def _settle_earlier(folder: Path) -> None:
+    """Decide which checkpoint of a step remains, if `_set_earlier_aside` has renamed an earlier one.
+
+    If the new checkpoint, `folder`, is complete, delete the earlier one. If it does not exist, give the earlier one its
+    own name again. If it is incomplete, change nothing. Errors are logged.
+    """
+    earlier = folder.with_name(_EARLIER + folder.name)
+    if not earlier.exists():
+        return
+    if not folder.exists():
+        try:
+            os.rename(earlier, folder)
+        except OSError as error:
+            _log.warning(
+                "the checkpoint %s is now named %s, because another one of the same step was not saved completely. "
+                "Rename it by hand. %s", folder, earlier.name, error,
+            )  # fmt: skip
+    elif _missing(folder) is None:
+        remove(earlier, folder)
 
 
 def _by_step(output_dir: str | os.PathLike) -> list[Path]:

@@ -23,6 +23,8 @@ class StagedWeights:
     the model's `save_pretrained` (or `state_dict`, for a model without it). While the gathered weights are up to date,
     the replacement uses them on rank 0 and does nothing on other ranks. If they are out of date, it calls the
     model's own method, which is collective.
+
+    A model has one StagedWeights, which all its Trainers use: `StagedWeights.of` returns it.
     """
 
     def __init__(self, model: Any) -> None:
@@ -34,6 +36,13 @@ class StagedWeights:
             model.save_pretrained = self.save_pretrained
         else:
             model.state_dict = self.state_dict
+
+    @staticmethod
+    def of(model: Any) -> StagedWeights | None:
+        """Return the StagedWeights whose method now replaces that of `model`, or None if there is none."""
+        name = "save_pretrained" if hasattr(model, "save_pretrained") else "state_dict"
+        found = getattr(vars(model).get(name), "__self__", None)
+        return found if isinstance(found, StagedWeights) and found.model is model else None
 
     def gather(self, checkpoint: bool) -> None:
         """Gather the full weights on rank 0, unless weights that were gathered earlier are still up to date.

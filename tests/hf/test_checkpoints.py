@@ -15,6 +15,7 @@ import jobs
 from cases import full, in_full, rows_in_full
 from hf_bmtrain.checkpoint.__main__ import verify
 from hf_bmtrain.checkpoint.folder import find
+from hf_bmtrain.hf.calling_trainer import calling_trainer
 from jobs import bmt_adam, losses, torch_adam
 from log_lines import log_lines
 from state_dicts import check_equal
@@ -124,7 +125,7 @@ class ChangesItsMind(transformers.TrainerCallback):
 def not_saved_after_all(folder):
     given = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2}
     trainer = jobs.make_trainer(folder, True, given, size=bmt.world_size(), make_optimizer=bmt_adam)
-    trainer.add_callback(ChangesItsMind())  # after BMTrainCallback, which has prepared step 4 by then
+    trainer.add_callback(ChangesItsMind())  # after BMTrainCallback, which still sees the request for step 4
     trainer.train()
     bmt.synchronize()
 
@@ -133,6 +134,79 @@ def not_saved_after_all(folder):
 def test_a_save_that_does_not_come_leaves_nothing(world, tmp_path):
     world(2)(not_saved_after_all, str(tmp_path))
     assert [path.name for path in tmp_path.glob("checkpoint-*")] == ["checkpoint-2"]
+
+
+def identity(checkpoint):
+    """Changes if a checkpoint is saved again."""
+    found = Path(checkpoint, "manifest.json").stat()
+    return found.st_ino, found.st_mtime_ns
+
+
+class DiesBeforeItsFiles(transformers.Trainer):
+    """Killed in the save of step 4, before Trainer writes its own files."""
+
+    def _save_checkpoint(self, *args, **kwargs):
+        if self.state.global_step == 4:
+            raise Killed
+        super()._save_checkpoint(*args, **kwargs)
+
+
+def saved_again_in_vain(folder, again):
+    """Step 4 was saved, and training resumes from step 2; with `again`, the same Trainer trains once more."""
+    given = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2}
+    options = {"make_optimizer": bmt_adam, "size": bmt.world_size()}
+    jobs.make_trainer(folder, True, given, **options).train()
+    before = identity(f"{folder}/checkpoint-4")
+    trainer = jobs.make_trainer(folder, True, given, **options, cls=DiesBeforeItsFiles)
+    with pytest.raises(Killed):
+        trainer.train(resume_from_checkpoint=f"{folder}/checkpoint-2")
+    bmt.synchronize()
+    if again:
+        trainer.args.max_steps = 3
+        trainer.train(resume_from_checkpoint=f"{folder}/checkpoint-2")
+    else:
+        jobs.make_trainer(folder, True, given, **options)
+    bmt.synchronize()
+    assert identity(f"{folder}/checkpoint-4") == before
+    trainer = jobs.make_trainer(folder, True, given, **options)
+    trainer.train(resume_from_checkpoint=f"{folder}/checkpoint-2")
+    bmt.synchronize()
+    assert identity(f"{folder}/checkpoint-4") != before
+
+
+@pytest.mark.parametrize("again", [False, *in_full(True)])
+def test_the_earlier_checkpoint_of_a_step_stays_until_the_new_one_is_complete(world, tmp_path, capsys, again):
+    """It was deleted before Trainer had written its files, so that neither of the two was whole."""
+    world(2)(saved_again_in_vain, str(tmp_path), again)
+    assert "intact" in verified(tmp_path / "checkpoint-4", capsys)
+    assert not any(tmp_path.glob("earlier-*")) and not any(tmp_path.glob("*.replaced-*"))
+
+
+def evaluated_on_start(folder, given):
+    """The run that resumes scores better."""
+    options = {"make_optimizer": bmt_adam, "size": bmt.world_size(), "eval_dataset": jobs.Rows()}
+    given = {"max_steps": 2, "eval_strategy": "steps", "eval_steps": 2, **given}
+    jobs.make_trainer(folder, True, given, **options, compute_metrics=lambda found: {"score": 1.0}).train()
+    before = identity(f"{folder}/checkpoint-2")
+    given |= {"max_steps": 3, "eval_on_start": True}
+    trainer = jobs.make_trainer(folder, True, given, **options, compute_metrics=lambda found: {"score": 2.0})
+    trainer.train(resume_from_checkpoint=True)
+    bmt.synchronize()
+    assert identity(f"{folder}/checkpoint-2") == before
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"save_strategy": "best", "metric_for_best_model": "score", "greater_is_better": True},
+        *in_full({"save_strategy": "steps", "save_steps": 2, "restore_callback_states_from_checkpoint": True}),
+    ],
+    ids=lambda given: given["save_strategy"],
+)
+def test_an_evaluation_on_start_leaves_the_checkpoint(world, tmp_path, capsys, given):
+    """Trainer never saves after it. The checkpoint was replaced by one that Trainer did not finish, and deleted."""
+    world(2)(evaluated_on_start, str(tmp_path), given)
+    assert "intact" in verified(tmp_path / "checkpoint-2", capsys)
 
 
 def full_disk_on_one_rank(folder):
@@ -372,6 +446,97 @@ def test_sigterm(world, tmp_path, size):
 class SavesWhenItLikes(transformers.TrainerCallback):
     def on_step_end(self, args, state, control, **kwargs):
         control.should_save = state.global_step == 2
+
+
+class SavesWhenItLogs(transformers.TrainerCallback):
+    def on_log(self, args, state, control, **kwargs):
+        control.should_save = state.global_step == 2
+
+
+class SavesItself(transformers.TrainerCallback):
+    def on_step_end(self, args, state, control, model=None, **kwargs):
+        if state.global_step == 2:
+            calling_trainer()._save_checkpoint(model, trial=None)
+
+
+class TellsNobodyOfEvaluations(bmt.hf.Trainer):
+    def evaluate(self, *args, **kwargs):
+        self.log({"eval_score": 1.0})
+        return {"eval_score": 1.0}
+
+
+EVALUATED = {"eval_strategy": "steps", "eval_steps": 2, "save_strategy": "steps", "save_steps": 2}
+
+
+def saved_unexpectedly(folder, cls, given, late):
+    """What BMTrainCallback cannot see in its own events; the callback `late` runs after it."""
+    options = {"cls": cls, "make_optimizer": bmt_adam, "eval_dataset": jobs.Rows()}
+    trainer = jobs.make_trainer(folder, True, given, size=bmt.world_size(), **options)
+    if late is not None:
+        trainer.add_callback(late())
+    trainer.train()
+
+
+@pytest.mark.parametrize(
+    ("cls", "given", "late"),
+    [
+        (bmt.hf.Trainer, {}, SavesWhenItLikes),
+        *rows_in_full(
+            [
+                (bmt.hf.Trainer, {}, SavesWhenItLogs),
+                (bmt.hf.Trainer, {}, SavesItself),
+                (TellsNobodyOfEvaluations, EVALUATED, None),
+            ]
+        ),
+    ],
+)
+def test_a_save_that_no_event_announces(world, tmp_path, capsys, cls, given, late):
+    """Rank 0 saved alone, and the ranks issued different operations."""
+    world(2)(saved_unexpectedly, str(tmp_path), cls, given, late)
+    assert "intact" in verified(tmp_path / "checkpoint-2", capsys)
+
+
+class SavesOnOneRank(transformers.TrainerCallback):
+    def on_step_end(self, args, state, control, **kwargs):
+        control.should_save = bmt.rank() == 1 and state.global_step == 3
+
+
+@full
+def test_a_late_request_on_one_rank_is_named(world, tmp_path):
+    with pytest.raises(AssertionError, match="rank 1: decision for should_.* and should_save .* before a save"):
+        world(2)(saved_unexpectedly, str(tmp_path), bmt.hf.Trainer, {}, SavesOnOneRank)
+
+
+def two_trainers(folder, adapted):
+    """Both are made before either trains."""
+    model = build("llama")
+    if adapted:
+        import peft
+
+        model = peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM"))
+    model = bmt.auto_wrap(model)
+    trainers = [
+        transformers.Trainer(
+            model=model, args=jobs.arguments(f"{folder}/{name}", save_strategy="steps", save_steps=3),
+            train_dataset=jobs.Rows(), optimizers=(jobs.sgd(model), None), callbacks=[bmt.hf.BMTrainCallback()],
+        )
+        for name in ("first", "second")
+    ]  # fmt: skip
+    for trainer in trainers:
+        trainer.train()
+    trainers[0].save_model(f"{folder}/saved")
+    bmt.synchronize()
+
+
+@pytest.mark.parametrize("adapted", [False, *in_full(True)])
+def test_two_trainers_of_one_model(world, tmp_path, capsys, adapted):
+    """The second took the model's save_pretrained, and the first could not save."""
+    if adapted:
+        pytest.importorskip("peft")
+    world(2)(two_trainers, str(tmp_path), adapted)
+    for name in ("first", "second"):
+        assert "intact" in verified(tmp_path / name / "checkpoint-3", capsys)
+    assert any((tmp_path / "saved").glob("*.safetensors"))
 
 
 def saved_on_demand(folder):

@@ -20,6 +20,22 @@ from ..tensors.tensor import SET_GRAD, ShardTensor
 from .unused import UnusedParameters
 
 
+class _Norms:
+    """Returns the SegmentNorms of a flat gradient when called, the same object in each call.
+
+    arguments: those of SegmentNorms.
+    """
+
+    def __init__(self, arguments: tuple) -> None:
+        self._arguments = arguments
+        self._norms: SegmentNorms | None = None
+
+    def __call__(self) -> SegmentNorms:
+        if self._norms is None:
+            self._norms = SegmentNorms(*self._arguments)
+        return self._norms
+
+
 class GradientBuffer:
     """The gradient of a flat buffer, which is averaged over the ranks and accumulated over several backwards.
 
@@ -77,7 +93,7 @@ class GradientBuffer:
         # `decide` finds out whether another rank used them.
         self._absent: list[int] = []
         self._squares: torch.Tensor | None = None
-        self._norms: SegmentNorms | None = None
+        self._norms: _Norms | None = None
         self.shard: torch.Tensor | None = None
         self._total: torch.Tensor | None = None  # the sum of gradient accumulation, in float32 or wider
         self._handed: list[torch.Tensor | None] = [None] * len(full_params)
@@ -250,8 +266,9 @@ class GradientBuffer:
         self._version = self.shard._version
         if self._segments is not None:
             values = as_real(self.shard) if self._is_complex else self.shard
-            communicator = self._placements[0].norms
-            self._norms = SegmentNorms(values, self._segments, communicator, self._squares, self._version)
+            # Compute the norms only if they are read, for example by torch.nn.utils.clip_grad_norm_. OptimManager does
+            # not read them.
+            self._norms = _Norms((values, self._segments, self._placements[0].norms, self._squares, self._version))
         if not self._absent:
             self._hand_out(self._indices)
             return False

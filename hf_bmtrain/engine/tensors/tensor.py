@@ -208,13 +208,13 @@ class ShardTensor(ShardBase, torch.Tensor):
     stores only this rank's elements, as a plain tensor.
 
     Attributes:
-        segment: for a gradient that a backward has set, (norms, index): the SegmentNorms of the flat buffer, which
-            computes the norms of all its gradients at once when one is read, and the position of this gradient among
-            them. Gradient clipping thus needs one pass per flat buffer instead of one per gradient. None for all other
-            tensors.
+        segment: for a gradient that a backward has set, (function, index). The function takes no arguments and returns
+            the SegmentNorms of the flat buffer, which computes the norms of all its gradients at once. `index` is the
+            position of this gradient among them. Gradient clipping thus needs one pass per flat buffer instead of one
+            per gradient. None for all other tensors.
     """
 
-    segment: tuple[SegmentNorms, int] | None = None
+    segment: tuple[Callable[[], SegmentNorms], int] | None = None
 
     @classmethod
     def of(cls, part: torch.Tensor, placement: Placement) -> ShardTensor:

@@ -286,7 +286,8 @@ def _leave_containers(
     values = (*args, *kwargs.values())
     found = list(dict.fromkeys(tensors_in(values, set(), [])))
     guarded: Sequence[torch.Tensor] = _apply(_LeaveBackward, after, *found) if found else ()
-    table, seen = {id(tensor): behind for tensor, behind in zip(found, guarded)}, set[int]()
+    table = {id(tensor): behind for tensor, behind in zip(found, guarded)}
+    seen: set[int] = set()
     args = exchange(args, table, seen)
     kwargs = {key: exchange(value, table, seen) for key, value in kwargs.items()}
     return args, kwargs, guarded, Containers(values, found, guarded)

@@ -182,7 +182,7 @@ def copy_views(
 
 
 def _copy(outputs: Any, inputs: Iterable[Any], is_view: Callable[[torch.Tensor], bool], objects: bool) -> Any:
-    skipped = set[int]()
+    skipped: set[int] = set()
     filled = filled_in(inputs, skipped, objects)
     if not filled and type(outputs) is torch.Tensor:
         return outputs.clone() if is_view(outputs) else outputs
@@ -190,7 +190,8 @@ def _copy(outputs: Any, inputs: Iterable[Any], is_view: Callable[[torch.Tensor],
     views = dict.fromkeys([tensor for tensor in found if is_view(tensor)])
     if not views:
         return outputs
-    copies, seen = {id(view): view.clone() for view in views}, set[int]()
+    copies = {id(view): view.clone() for view in views}
+    seen: set[int] = set()
     for value in filled:
         exchange(value, copies, seen)
     return exchange(outputs, copies, seen)

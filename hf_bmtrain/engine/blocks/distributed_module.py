@@ -41,7 +41,8 @@ def _let_out(module: DistributedModule, group: Sequence[OnDemandGather], inputs:
         inputs: the arguments of the forward.
         outputs: its return value. If objects in it cannot be searched, the parameters are kept.
     """
-    seen, strange = set[int](), []
+    seen: set[int] = set()
+    strange: list[Any] = []
     found = [outputs] if type(outputs) is torch.Tensor else [*tensors_in((outputs,), seen, strange, constants=True)]
     filled = filled_in(inputs, set())
     if filled:

@@ -265,7 +265,7 @@ class BlockState:
 
     def _holds(self, tensor: torch.Tensor) -> bool:
         for buffer in self.buffers:
-            if buffer.holds(tensor):
+            if buffer.storage.holds(tensor):
                 return True
         return False
 
@@ -303,11 +303,7 @@ class BlockState:
         neighbour: the block that will probably run next, or None.
         """
         self.schedule.open_block(self, neighbour)
-        for buffer in self.buffers:
-            self.schedule.gather(buffer)
-        if neighbour is not None:
-            for buffer in neighbour.buffers:
-                self.schedule.gather(buffer)
+        self.schedule.gather(*self.buffers, *(() if neighbour is None else neighbour.buffers))
         for buffer in self.buffers:
             buffer.wait()
         for parameters, name, full, local in self.slots:

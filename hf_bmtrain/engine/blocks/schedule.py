@@ -340,22 +340,23 @@ class Schedule:
         if self._pass is not None:
             self._pass.blocks.add(block)
 
-    def gather(self, buffer: ShardedBuffer) -> None:
-        """Start the all-gather of a flat buffer, unless it is unsharded already.
+    def gather(self, *buffers: ShardedBuffer) -> None:
+        """Start the all-gathers of flat buffers, in this order, except those of buffers that are unsharded already.
 
-        Collective: every rank must call it with the same buffer. The exception is a model whose ranks may enter
-        different blocks. There, each rank passes the buffer that it needs, and `Negotiation` makes all ranks take part
-        in its all-gather.
+        Collective: every rank must call it with the same buffers. The exception is a model whose ranks may enter
+        different blocks. There, each rank passes the buffers that it needs, and `Negotiation` makes all ranks take part
+        in their all-gathers.
         """
         entry = self.negotiated
-        if entry is None:
-            buffer.gather()
-            return
-        self.negotiation.before_gather(buffer, entry)
-        # The collective log, which the ranks compare, records the grad mode of each all-gather. Here, ranks may have
-        # different grad modes, which is no error. So let all ranks record the same one.
-        with torch.enable_grad():
-            buffer.gather()
+        for buffer in buffers:
+            if entry is None:
+                buffer.gather()
+                continue
+            self.negotiation.before_gather(buffer, entry)
+            # The collective log, which the ranks compare, records the grad mode of each all-gather. Here, ranks may
+            # have different grad modes, which is no error. So let all ranks record the same one.
+            with torch.enable_grad():
+                buffer.gather()
 
     @property
     def negotiated(self) -> int | None:

@@ -270,14 +270,6 @@ class ShardedBuffer:
         """The bytes that are allocated while the buffer is unsharded; 0 if the shard is the full buffer (one rank)."""
         return self.storage.memory().nbytes
 
-    def holds(self, tensor: torch.Tensor) -> bool:
-        """Return whether `tensor` is a view of a full parameter, and so must not be used after `reshard`.
-
-        False if the shard is the full buffer, because `reshard` then frees nothing. The result is the same on every
-        rank.
-        """
-        return self.storage.holds(tensor)
-
     @contextmanager
     def unsharded(self) -> Iterator[None]:
         """Make the full parameters readable inside the context. Collective: every rank must call it.

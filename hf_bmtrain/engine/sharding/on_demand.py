@@ -84,7 +84,7 @@ class OnDemandGather:
 
     def holds(self, tensor: torch.Tensor) -> bool:
         """Return whether `tensor` is a view of one of the full parameters that this object unshards."""
-        return self._buffer.holds(tensor)
+        return self._buffer.storage.holds(tensor)
 
     # -- forward ------------------------------------------------------------------------------------------------
 
@@ -252,7 +252,7 @@ def watch(group: Sequence[OnDemandGather]) -> Iterator[None]:
     def pack(tensor: torch.Tensor):
         view = tensor.detach()  # without its autograd history, which would make it part of a reference cycle
         for gather in group:
-            if gather._buffer.holds(view):
+            if gather._buffer.storage.holds(view):
                 saved = _Saved(view)
                 gather._saved.add(saved)
                 return gather, saved

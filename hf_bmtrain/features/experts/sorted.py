@@ -229,7 +229,8 @@ def _sum_of_each_token(rows: Tensor, places: Tensor, weights: Tensor | None = No
     for number, column in enumerate(places.unbind(1)):
         found = rows.index_select(0, column).to(wide)
         total = total + (found if weights is None else found * weights[:, number, None].to(wide))
-    return total.to(dtype)
+    # `to` of the same dtype is avoided, because with it torch 2.11 loses the gradient in compiled code.
+    return total if total.dtype == dtype else total.to(dtype)
 
 
 class Biases(torch.autograd.Function):

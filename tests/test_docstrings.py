@@ -6,13 +6,14 @@ from pathlib import Path
 
 import pytest
 
-from cases import rows_in_full
+from cases import full, rows_in_full
 from docstrings import Documented, problems
 from processes import environment
 
 TESTS = Path(__file__).resolve().parent
 
 
+@full
 def test_public_docstrings_are_complete():
     done = subprocess.run(
         [sys.executable, str(TESTS), "docstrings"], env=environment(), capture_output=True, text=True, check=False

@@ -7,6 +7,7 @@ from trainer_usages import Rows, bert, collate, ctc, llama
 
 import hf_bmtrain as bmt
 import jobs
+from cases import full
 from log_lines import log_lines
 from tiny_models import build
 
@@ -55,6 +56,7 @@ def train_after_another_trainer(folder):
     return second.state.log_history[0]["loss"], truth
 
 
+@full
 def test_hooks_of_another_trainer_do_not_act(world, tmp_path):
     pytest.importorskip("peft")
     for logged, truth in world(2)(train_after_another_trainer, str(tmp_path)):

@@ -2,6 +2,7 @@
 
 import threading
 
+from cases import full
 from step_path import LANDMARKS, Tracer, trace
 
 FILES = 27
@@ -23,6 +24,7 @@ def inner():
 """
 
 
+@full
 def test_a_step_passes_through_few_files_and_by_the_landmarks():
     phases = trace()
     for visits in phases.values():

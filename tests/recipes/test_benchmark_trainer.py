@@ -8,11 +8,13 @@ from small_job import PYTHON, ROOT, run
 from bench.trainer.command import main, make_job, merge, parse
 from bench.trainer.grid import table
 from bench.trainer.rows import COLUMNS, ROWS, cells_of
+from cases import full
 
 pytest.importorskip("peft")
 TINY = ("--model", "tiny", "--seq-len", "16", "--rank", "8", "--warmup", "2", "--ranks", "2")
 
 
+@full
 def test_a_cell_is_measured(tmp_path, capsys):
     given = [*TINY, "--steps", "3", "--rows", "lora", "--columns", "plain", "--output", str(tmp_path)]
     assert main([*given, "--plot", str(tmp_path / "bars.png")]) == 0, capsys.readouterr().out

@@ -8,7 +8,7 @@ import torch
 from small_job import PYTHON, ROOT, STEPS_AN_EPOCH, TWO_RANKS, check_same_curves, run, train
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
-from cases import full
+from cases import full, in_slow, slow
 
 RECIPE = ROOT / "recipes" / "finetune_bert_boolq.py"
 
@@ -40,7 +40,7 @@ def test_zero_2_without_recomputation_is_the_same_too(small, plain):
     check_same_curves(train(small, "zero2", TWO_RANKS, RECIPE, *options), plain)
 
 
-@full
+@slow
 def test_float8_learns_the_same(small, plain):
     ours = train(small, "float8", TWO_RANKS, RECIPE, "--dropout", 0, "--batch-size", 8, "--float8")
     losses, expected = ([step["loss"] for step in run["steps"]] for run in (ours, plain))
@@ -100,7 +100,7 @@ def test_an_output_that_cannot_be_written_is_told_before_training(small, tmp_pat
 
 
 @full
-@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+@pytest.mark.parametrize("dtype", ["bf16", *in_slow("fp16")])
 def test_half_precision_trains_and_is_saved_as_such(small, plain, dtype):
     ours = train(small, dtype, PYTHON, RECIPE, "--dropout", 0, "--batch-size", 16, f"--{dtype}")
     losses = [step["loss"] for step in ours["steps"]]

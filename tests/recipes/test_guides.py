@@ -8,6 +8,7 @@ from pathlib import Path
 
 from transformers.training_args import OptimizerNames
 
+from cases import full
 from evidence import families
 from optimizers import rows_of_the_page
 from processes import environment
@@ -48,6 +49,7 @@ def snippets() -> dict[str, str]:
 SNIPPETS = snippets()
 
 
+@full
 def test_snippets_run_as_they_are(tmp_path: Path):
     """Each in an empty folder. One program runs all, in about ten seconds: each begins a world, as a reader's does."""
     for name, code in SNIPPETS.items():

@@ -8,7 +8,7 @@ import torch
 from small_job import PYTHON, ROOT, TWO_RANKS, run
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from cases import full
+from cases import full, slow
 from gpt2.data import generate_text
 from sft.data import Rows, ask, cut
 
@@ -44,7 +44,7 @@ def test_two_processes_follow_one(tmp_path):
     assert torch.stack(losses).mean().item() == pytest.approx(one["held_out"][-1]["loss"], rel=0.02)
 
 
-@full
+@slow
 def test_two_processes_follow_one_with_trained_routers(tmp_path):
     """The auxiliary loss counts once; it is that of each rank's rows, so that later steps drift apart a little."""
     one, two = (train(tmp_path / name, how, *TINY) for name, how in (("1", PYTHON), ("2", TWO_RANKS)))

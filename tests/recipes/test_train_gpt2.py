@@ -9,7 +9,7 @@ from small_job import PYTHON, ROOT, TWO_RANKS, run
 from tokenizers import Tokenizer
 
 import hf_bmtrain as bmt
-from cases import full
+from cases import full, in_slow
 from gpt2.data import IGNORED, cut, endless_batches, generate_text, read_text, train_tokenizer
 from ranks import on_ranks
 
@@ -73,7 +73,7 @@ def test_it_goes_on_from_its_checkpoint(book, one, tmp_path):
 
 
 @full
-@pytest.mark.parametrize("dtype", ["fp16", "bf16"])
+@pytest.mark.parametrize("dtype", ["bf16", *in_slow("fp16")])
 def test_half_precision(book, one, dtype, tmp_path):
     half = train(tmp_path, PYTHON, "--data", book, *TINY, "--batch-size", 8, f"--{dtype}")
     assert half["held_out"][-1]["loss"] == pytest.approx(one[0]["held_out"][-1]["loss"], abs=0.1)

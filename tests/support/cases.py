@@ -10,11 +10,17 @@ from typing import Any
 import pytest
 
 full = pytest.mark.full
+slow = pytest.mark.slow
 
 
 def in_full(*values: Any) -> list[Any]:
     """Values of one parameter, marked `full`: `parametrize("size", [2, *in_full(1, 3)])`."""
     return [pytest.param(value, marks=full) for value in values]
+
+
+def in_slow(*values: Any) -> list[Any]:
+    """Values of one parameter, marked `slow`: like others, and run with these only before a release."""
+    return [pytest.param(value, marks=slow) for value in values]
 
 
 def by_default(cases: Iterable[Any], *default: Any) -> list[Any]:
@@ -38,6 +44,11 @@ def _divided(cases: Iterable[Any], default: Sequence[Any]) -> list[tuple[Any, bo
 def rows_in_full(rows: Iterable[Sequence[Any]]) -> list[Any]:
     """Rows of several parameters, marked `full`."""
     return [pytest.param(*row, marks=full) for row in rows]
+
+
+def rows_in_slow(rows: Iterable[Sequence[Any]]) -> list[Any]:
+    """Rows of several parameters, marked `slow`: like others, and run with these only before a release."""
+    return [pytest.param(*row, marks=slow) for row in rows]
 
 
 def pairwise(default: Sequence[tuple[Any, ...]], *options: Sequence[Any]) -> list[Any]:

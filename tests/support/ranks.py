@@ -27,6 +27,8 @@ from torch.overrides import TorchFunctionMode
 from cases import in_full
 
 _SECONDS = 90
+PRELOADED = ["transformers.trainer", "transformers.models.llama.modeling_llama", "accelerate", "hf_bmtrain"]
+"""Modules that take seconds to import, for the server from which ranks on CPU are forked."""
 
 
 class Ranks:
@@ -75,7 +77,7 @@ class Ranks:
     def _start(self) -> None:
         # On CPU they are forked from a server that has imported what takes seconds; CUDA does not survive a fork.
         context = multiprocessing.get_context("forkserver" if self._device == "cpu" else "spawn")
-        context.set_forkserver_preload(["transformers.modeling_utils", "accelerate", "hf_bmtrain"])
+        context.set_forkserver_preload(PRELOADED)
         self._outbox = context.Queue()
         self._inboxes = [context.Queue() for _ in range(self.size)]
         # As torchrun's, the store is the parent's: a port that is looked for and then given away may be taken.

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from cases import full, rows_in_full
+from cases import full, slow
 from launched_job import plain_losses
 from processes import environment, kill_all
 from ranks import free_port
@@ -104,10 +104,10 @@ COMMANDS = commands()
 
 ONE_HOST = [
     ("Slurm", 2),
-    *rows_in_full([
-        ("one GPU, or one process on CPU", 1), ("2 processes on CPU", 2), ("2 processes on CPU, Accelerate", 2),
-    ]),
-    pytest.param("4 GPUs, the older launcher", 4, marks=pytest.mark.slow),
+    ("2 processes on CPU, Accelerate", 2),
+    pytest.param("one GPU, or one process on CPU", 1, marks=slow),
+    pytest.param("2 processes on CPU", 2, marks=slow),
+    pytest.param("4 GPUs, the older launcher", 4, marks=slow),
 ]  # fmt: skip
 
 
@@ -154,6 +154,7 @@ bmt.print_rank("done after", os.environ["TORCHELASTIC_RESTART_COUNT"])
 """
 
 
+@full
 def test_restarted_by_torchrun(tmp_path):
     """The ranks do not try to connect to those of the first start, whose addresses torchrun's store still has."""
     (tmp_path / "job.py").write_text(RESTARTED)

@@ -15,7 +15,7 @@ import pytest
 import torch
 import transformers
 
-from cases import full
+from cases import full, in_slow
 
 ROOT = Path(__file__).resolve().parents[2]
 IMPORT_SECONDS = 1.0  # after torch, whose import takes two to three
@@ -115,7 +115,7 @@ def test_what_the_import_leaves_out(imported):
 
 
 @full
-@pytest.mark.parametrize("size", [1, pytest.param(2, marks=full)])
+@pytest.mark.parametrize("size", [2, *in_slow(1)])
 def test_the_readmes_program_runs(tmp_path, size):
     """As it is printed: its loss falls, and a plain Hugging Face model loads what it saves."""
     readme = (ROOT / "README.md").read_text("utf-8")

@@ -28,7 +28,7 @@ KEPT = ("freezing", "transforms")
 
 
 def marks(usage, size, use_checkpoint):
-    if usage.name not in DEFAULT or not use_checkpoint:
+    if usage.name not in DEFAULT or usage.name in PEFT or not use_checkpoint:
         yield full
     if usage.wrong and usage.holds(size, use_checkpoint):
         yield pytest.mark.xfail(strict=True, reason=usage.wrong)

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import hf_bmtrain as bmt
-from cases import in_full
+from cases import in_full, in_slow
 from log_lines import log_lines
 from zoo_check import LEARNING_RATE, train_beside
 from zoo_families import FAMILIES
@@ -58,7 +58,7 @@ def errors(name: str, options: dict) -> tuple[float, float, list[str]]:
     return *train_beside(family, model, twin, steps=4), [line for line in lines if "different parts" in line]
 
 
-@pytest.mark.parametrize("options", [{}, *in_full({"use_checkpoint": False, "zero_level": 2})], ids=len)
+@pytest.mark.parametrize("options", [{}, *in_slow({"use_checkpoint": False, "zero_level": 2})], ids=len)
 @pytest.mark.parametrize("name", ["qwen2_vl", *in_full(SPEECH_OR_TEXT.name, *NAMES)])
 def test_ranks_without_image(world, name, options):
     if name in FAMILIES and FAMILIES[name].missing:

@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import hf_bmtrain as bmt
+from cases import full
 from hf_bmtrain.engine.base.torch_internals import modes_see_compiled, top_saved_tensors_hooks
 from hf_bmtrain.engine.blocks.recompute import keep_nothing
 from hf_bmtrain.engine.blocks.recomputed_graph import RecomputedGraphs
@@ -134,6 +135,7 @@ def train(layer, compile, kind=Tower, collective_layers=False, around=contextlib
     return seen, calls.count, [getattr(each, "calls", 0) for each in model.layers]
 
 
+@full
 @on_ranks(2)
 def test_equal_to_torchs_checkpoint():
     with mock.patch.object(bmt.current_world().schedule, "collective_layers"):

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers.utils import ModelOutput
 
 import hf_bmtrain as bmt
-from cases import by_default, full
+from cases import by_default, full, in_slow
 from twins import WIDTH, Layer, check_gradients, check_twins, compare_backward, ids
 
 ROWS = 3
@@ -452,7 +452,7 @@ CASES: list[tuple[Any, ...]] = [
     *((called_alone, form) for form in SEARCHED),
     (called_alone, "rows", InParts),
     *((returned_by_the_model, form) for form in SEARCHED),
-    *((from_blocks, form) for form in FORMS),
+    *((from_blocks, form) for form in SEARCHED),
     *((from_blocks, "rows", level, recomputed) for level in (2, 3) for recomputed in (False, True)),
     (from_blocks_in_arguments, False), (from_blocks_in_arguments, True), (from_frozen_blocks,),
     (from_blocks_by_hook,),
@@ -460,6 +460,7 @@ CASES: list[tuple[Any, ...]] = [
     (compiled_blocks, False), (compiled_blocks, True),
     (compiled_model, Model), (compiled_model, Tables), (compiled_model, ReturnsRows), (compiled_model_returns,),
 ]  # fmt: skip
+MORE_CASES = [(from_blocks, form) for form in FORMS if form not in SEARCHED]
 
 
 def name(case: Any) -> str:
@@ -469,7 +470,7 @@ def name(case: Any) -> str:
 DEFAULT = [(of_form, "rows"), (in_checkpoint, False), (called_alone, "rows", InParts), (from_blocks, "rows")]
 
 
-@pytest.mark.parametrize("case", by_default(CASES, *DEFAULT), ids=name)
+@pytest.mark.parametrize("case", [*by_default(CASES, *DEFAULT), *in_slow(*MORE_CASES)], ids=name)
 def test_returned_views(world, case):
     world(2)(*case)
 

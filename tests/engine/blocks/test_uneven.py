@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import hf_bmtrain as bmt
-from cases import full, rows_by_default
+from cases import full, rows_by_default, slow
 from hf_bmtrain.engine.blocks.negotiation import Negotiation
 from hf_bmtrain.engine.sharding.gradient import GradientBuffer
 from hf_bmtrain.engine.wrap import root_params as outside
@@ -261,16 +261,20 @@ CASES = [
     some_without_image, frozen_tower, frozen_language_model, adapters_in_the_tower, accumulated, checkpointed_tower,
     evaluated, two_losses, task_heads, dropped_layers, other_orders,
 ]  # fmt: skip
-OPTIONS = [{}, {"use_checkpoint": False}, {"zero_level": 2}, {"keep_frozen": True}]
+OPTIONS = [{}, {"use_checkpoint": False}]
+MORE_OPTIONS = [{"zero_level": 2}, {"keep_frozen": True}]
 each_case = pytest.mark.parametrize(
     ("case", "options"),
-    rows_by_default(
-        [(case, options) for case in CASES for options in OPTIONS],
-        (some_without_image, {}),
-        (frozen_language_model, {"use_checkpoint": False}),
-        (dropped_layers, {}),
-        (evaluated, {}),
-    ),
+    [
+        *rows_by_default(
+            [(case, options) for case in CASES for options in OPTIONS],
+            (some_without_image, {}),
+            (frozen_language_model, {"use_checkpoint": False}),
+            (dropped_layers, {}),
+            (evaluated, {}),
+        ),
+        *(pytest.param(case, options, marks=slow) for case in CASES for options in MORE_OPTIONS),
+    ],
     ids=lambda value: getattr(value, "__name__", None) or "-".join(map(str, value)) or "default",
 )
 

@@ -18,7 +18,7 @@ import float8_training
 import hf_bmtrain as bmt
 import hf_bmtrain.hf
 import jobs
-from cases import full
+from cases import full, in_full, in_slow
 from hf_bmtrain.engine.comm.communicator import GlooCommunicator, SingleProcess
 from hf_bmtrain.engine.comm.groups import HostGather
 from hf_bmtrain.engine.optim import skipped_steps
@@ -255,7 +255,7 @@ def entered():
     return total / sum(layer.weight.full_shape.numel() * 4 for layer in layers)
 
 
-@pytest.mark.parametrize("name", ["2x2 host", "2x2 world", "2x2 host+world", "3x1 host"])
+@pytest.mark.parametrize("name", ["2x2 host+world", *in_full("2x2 host", "2x2 world", "3x1 host")])
 def test_equal_to_one_process(hosts, name):
     hosts(name)(parity)
     hosts(name)(unlike_values)
@@ -271,7 +271,7 @@ def test_bytes_that_enter_a_host(hosts, name, expected):
 
 
 @full
-@pytest.mark.parametrize("name", ["2x2 host, copies", "in turn", "in turn, host", "3x1 world", "2 and 1"])
+@pytest.mark.parametrize("name", ["2x2 host, copies", "in turn", "2 and 1", *in_slow("in turn, host", "3x1 world")])
 def test_more_hosts(hosts, name):
     hosts(name)(parity)
     hosts(name)(unlike_values)
@@ -295,7 +295,7 @@ def test_refusals(hosts, gather, shard_over, told):
 
 @pytest.mark.skipif(not HAS_PEFT, reason="peft is not installed")
 @full
-@pytest.mark.parametrize("name", ["2x2 host", "2x2 world", "2x2 host+world", "3x1 host"])
+@pytest.mark.parametrize("name", ["2x2 host+world", *in_slow("2x2 host", "2x2 world", "3x1 host")])
 def test_quantized_base(hosts, name):
     hosts(name)(packed)
 
@@ -373,13 +373,13 @@ def test_trainer(hosts, name, tmp_path):
 
 
 @full
-@pytest.mark.parametrize("name", ["2x2 host", "2x2 world", "2x2 host+world"])
+@pytest.mark.parametrize("name", ["2x2 world", *in_slow("2x2 host", "2x2 host+world")])
 def test_gathers_in_float8(hosts, name):
     hosts(name)(float8_training.same_bits, "llama", {})
 
 
 @full
-@pytest.mark.parametrize("name", ["2x2 host", "2x2 world", "2x2 host+world"])
+@pytest.mark.parametrize("name", ["2x2 host+world", *in_slow("2x2 host", "2x2 world")])
 def test_optimizers(hosts, name, world):
     for found, expected, which in zip(hosts(name)(optimizers)[0], world(4)(optimizers)[0], OPTIMIZERS):
         if which[1] == torch.bfloat16 or which[0] == "MuonOptimizer":  # Muon orthogonalizes in bfloat16
@@ -390,7 +390,7 @@ def test_optimizers(hosts, name, world):
             torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4, msg=str(which))
 
 
-@pytest.mark.parametrize("name", ["2x2 host", "2x2 world"])
+@pytest.mark.parametrize("name", ["2x2 host", *in_full("2x2 world")])
 def test_checkpoints(hosts, name, world, folder):
     before = hosts(name)(saved, folder)[0]
     for ranks in (world(2), hosts(name), hosts("3x1 host")):

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import hf_bmtrain as bmt
-from cases import full, in_full
+from cases import full, in_full, in_slow
 from hf_bmtrain.engine.runtime import backend
 from hf_bmtrain.engine.runtime.monitor import Monitor
 from ranks import Ranks, free_port
@@ -187,7 +187,7 @@ os._exit(0)
 
 
 @full
-@pytest.mark.parametrize("absent", [0, 1])
+@pytest.mark.parametrize("absent", [1, *in_slow(0)])
 def test_a_rank_that_does_not_come_is_missed_on_all_others(absent):
     told = [process.communicate(timeout=120)[0] for process in launch(MISSING.format(absent=absent), 3)]
     assert told[absent] == ""
@@ -197,7 +197,7 @@ def test_a_rank_that_does_not_come_is_missed_on_all_others(absent):
 
 
 @full
-@pytest.mark.parametrize("absent", [1, *in_full(0)])
+@pytest.mark.parametrize("absent", [1, *in_slow(0)])
 def test_a_rank_that_does_not_come_to_the_start_is_named(absent):
     """The last one starts late, so that its time is not up when the first one gives up."""
     port, processes = free_port(), []

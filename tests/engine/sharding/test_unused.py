@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import hf_bmtrain as bmt
-from cases import by_default
+from cases import by_default, full
 from hf_bmtrain.engine.wrap import root_params as outside
 from twins import WIDTH, compare_backward, ids
 
@@ -172,6 +172,7 @@ def test_unused(world, case):
     world(3)(*case)
 
 
+@full
 @each_case
 def test_unused_by_copies(peers, case):
     peers(2)(*case)

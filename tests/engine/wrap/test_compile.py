@@ -28,6 +28,7 @@ def test_a_recompilation_is_seen():
         train(model, "llama", length=lambda step: 7 if step < 2 else 9)
 
 
+@full
 @on_ranks(2, full=(1,))
 def test_modules_compiled_before_wrapping():
     """Beside blocks and inside them."""

@@ -68,7 +68,7 @@ if importlib.util.find_spec("peft") is None:
     del VARIANTS["lora"]
 
 
-@pytest.mark.parametrize("name", by_default(VARIANTS, "plain", "compiled", *({"lora"} & {*VARIANTS})))
+@pytest.mark.parametrize("name", by_default(VARIANTS, "plain"))
 @on_ranks(2)
 def test_the_same_bits(name):
     with as_on_a_gpu() as clock:

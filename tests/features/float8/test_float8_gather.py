@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import hf_bmtrain as bmt
-from cases import full, in_full, rows_in_full
+from cases import full, in_full, in_slow, rows_in_full
 from float8_models import build, rows
 from float8_training import float8_buffers, same_bits, seen, train
 from hf_bmtrain.engine.sharding.slots import buffers_of
@@ -59,12 +59,10 @@ FROZEN = {"prepare": freeze_half}
 @pytest.mark.parametrize(
     "options",
     [
-        {"zero_level": 3, "use_checkpoint": True, "accumulate": 2}, {"dtype": torch.bfloat16},
-        {**FROZEN, "keep_frozen": True},
-        *in_full({"zero_level": 2, "use_checkpoint": False}, {**FROZEN, "keep_frozen": False}),
-        *in_full({"offload": True, "accumulate": 2}),
-        pytest.param({"compile": "aot_eager"}, marks=full),
-        pytest.param({"compile": "aot_eager", "use_checkpoint": False, **FROZEN}, marks=full),
+        {"zero_level": 3, "use_checkpoint": True, "accumulate": 2}, {**FROZEN, "keep_frozen": True},
+        *in_full({"dtype": torch.bfloat16}, {"zero_level": 2, "use_checkpoint": False}),
+        *in_full({"offload": True, "accumulate": 2}, {"compile": "aot_eager"}),
+        *in_slow({**FROZEN, "keep_frozen": False}, {"compile": "aot_eager", "use_checkpoint": False, **FROZEN}),
     ],
     ids=lambda options: "-".join(options),
 )  # fmt: skip

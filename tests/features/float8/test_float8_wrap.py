@@ -419,6 +419,7 @@ def adapters() -> None:
     assert not any(isinstance(each, Float8Linear) for name, each in first.named_modules() if "lora" in name)
 
 
+@full
 def test_adapters_train_beside_it(world):
     pytest.importorskip("peft")
     world(2)(adapters)

@@ -153,6 +153,7 @@ def test_four_bits_of_bitsandbytes():
     check(prepare=adopt)
 
 
+@full
 @pytest.mark.skipif(not COMPILES, reason="compiled blocks keep PEFT's layers")
 @pytest.mark.parametrize("backend", ["inductor", *in_full("aot_eager")])
 def test_compiled(backend):
@@ -275,6 +276,7 @@ def test_sharded(world, wrap):
     world(2)(sharded, wrap)
 
 
+@full
 @pytest.mark.skipif(not COMPILES, reason="compiled blocks keep PEFT's layers")
 @on_ranks(1)
 def test_compiled_blocks():

@@ -542,7 +542,7 @@ def through_peft(choice):
         torch.testing.assert_close(rows_loss(model, 0, 0), rows_loss(twin, 0, 0))
 
 
-@pytest.mark.parametrize(("size", "choice"), [(2, "auto"), *rows_in_full([(1, True), (2, True)])])
+@pytest.mark.parametrize(("size", "choice"), rows_in_full([(2, "auto"), (1, True), (2, True)]))
 def test_through_peft(world, size, choice):
     pytest.importorskip("peft")
     world(size)(through_peft, choice)

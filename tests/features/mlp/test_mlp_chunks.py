@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import hf_bmtrain as bmt
-from cases import by_default
+from cases import by_default, full
 from ranks import on_ranks
 from sequence_models import MODELS, check
 
@@ -32,6 +32,7 @@ def test_parity(case):
     check(**{"share": 2, "mlp_chunks": 3, **VARIANTS[case]})
 
 
+@full
 @needs_peft
 @on_ranks(2)
 def test_adapters():
@@ -97,6 +98,7 @@ def test_refusals():
         bmt.auto_wrap(MODELS["llama"](), mlp_chunks=0)
 
 
+@full
 @needs_peft
 @on_ranks(1)
 def test_dropout_in_later_adapters():

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import hf_bmtrain as bmt
-from cases import in_full, pairwise, rows_in_full
+from cases import full, in_full, pairwise, rows_in_full
 from hf_bmtrain.features.muon import matrices
 from ranks import on_ranks
 from tiny_models import batch, build
@@ -214,6 +214,7 @@ def elsewhere(folder, dtype):
     return training.values(), training.goes_on(folder)
 
 
+@full
 @pytest.mark.parametrize("dtype", [torch.bfloat16, *in_full(torch.float32)])
 def test_saved_on_two_ranks_and_resumed_on_two_and_three(world, folder, dtype):
     saved, expected = world(2)(resumed, folder, dtype)[0]

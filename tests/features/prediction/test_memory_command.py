@@ -40,7 +40,7 @@ def test_a_table_is_printed(config, options, capsys):
     assert " MiB\n" in printed and not re.search(r" 0\.00 [GM]iB$", printed, re.MULTILINE)
 
 
-@pytest.mark.parametrize("adapters", [True, False])
+@pytest.mark.parametrize("adapters", in_full(True, False))
 def test_what_would_fit_is_told(tmp_path, monkeypatch, adapters):
     """With the options that are named the step fits, in as many GiB. Adapters need PEFT."""
     if adapters:

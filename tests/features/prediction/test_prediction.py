@@ -65,6 +65,7 @@ def simulated_bytes(family: str, optimizer: str, size: int) -> dict[str, int]:
     return engine_bytes(model, made[0])
 
 
+@full
 @pytest.mark.parametrize("family", by_default([f for f in FAMILIES if f != "mixtral"], "t5"))
 @pytest.mark.parametrize("size", [3, *in_full(1)])
 def test_the_engines_bytes_are_those_of_real_ranks(world, family, size):

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import hf_bmtrain as bmt
-from cases import by_default, in_full
+from cases import by_default, full, in_full
 from ranks import on_ranks
 from sequence_models import MODELS, TOKENS, VOCABULARY, WIDTH, batch_of, causal, check, compare_gradients, whole_loss
 
@@ -162,6 +162,7 @@ def test_models_in_one_process():
 needs_peft = pytest.mark.skipif(importlib.util.find_spec("peft") is None, reason="peft is not installed")
 
 
+@full
 @needs_peft
 @on_ranks(2)
 def test_adapters():
@@ -178,6 +179,7 @@ def test_adapters():
     check("llama", 2, "packed", prepare=prepare)
 
 
+@full
 @needs_peft
 @on_ranks(2)
 def test_adapters_that_are_added_after_wrapping():

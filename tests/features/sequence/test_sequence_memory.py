@@ -5,7 +5,7 @@ import torch
 from torch._dynamo.utils import counters
 
 import hf_bmtrain as bmt
-from cases import by_default, full
+from cases import by_default, rows_in_full, rows_in_slow, slow
 from hf_bmtrain.engine.runtime.world import simulated
 from hf_bmtrain.features.memory.meter import SavedBytes
 from hf_bmtrain.features.prediction.live_bytes import LiveBytes
@@ -84,8 +84,17 @@ def test_attention_is_kept(name):
     check(name, 2, "packed", tokens=21, use_checkpoint="attention")
 
 
-@pytest.mark.parametrize("recompute", by_default([True, False, "attention"], True))
-@pytest.mark.parametrize("name", by_default(["llama-3-layers", "gemma3", "gpt-oss", "modern-bert"], "llama-3-layers"))
+@pytest.mark.parametrize(
+    ("name", "recompute"),
+    [
+        ("llama-3-layers", True),
+        *rows_in_full([("llama-3-layers", False), ("gpt-oss", "attention"), ("modern-bert", True)]),
+        *rows_in_slow([
+            ("llama-3-layers", "attention"), ("gemma3", True), ("gemma3", False), ("gemma3", "attention"),
+            ("gpt-oss", True), ("gpt-oss", False), ("modern-bert", False), ("modern-bert", "attention"),
+        ]),
+    ],
+)  # fmt: skip
 @on_ranks(2)
 def test_compiled_blocks(name, recompute):
     """The exchanges break the graph; what is around them is compiled once for all layers."""
@@ -98,7 +107,7 @@ def test_compiled_blocks(name, recompute):
         assert counters["stats"]["unique_graphs"] == 4
 
 
-@full
+@slow
 @on_ranks(2)
 def test_the_user_compiles_the_model():
     """With rows of two lengths, for which its graphs are compiled again."""

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from cases import full, in_full
+from cases import full, in_slow
 from processes import environment
 
 PROGRAM = Path(__file__).with_name("parallel_program.py")
@@ -27,12 +27,14 @@ def launch(ranks: int, *command: str) -> str:
     return found.stdout
 
 
-@pytest.mark.parametrize("ranks", [2, *in_full(4)])  # one group, and two with ZeRO between them
+@full
+@pytest.mark.parametrize("ranks", [4, *in_slow(2)])  # two groups with ZeRO between them, and one
 def test_layers_that_two_ranks_compute_together(tmp_path, ranks):
     assert "equal" in launch(ranks, str(PROGRAM), str(tmp_path))
 
 
-@pytest.mark.parametrize("ranks", [2, *in_full(4)])
+@full
+@pytest.mark.parametrize("ranks", [2, *in_slow(4)])
 def test_a_trainer_script(tmp_path, ranks):
     """With accumulation, short last batches, evaluations, checkpoints and a resume, as transformers alone trains."""
     (tmp_path / "one").mkdir()

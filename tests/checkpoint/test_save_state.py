@@ -14,7 +14,7 @@ import transformers
 from torch import nn
 
 import hf_bmtrain as bmt
-from cases import by_default, full, in_full, pairwise, rows_in_full
+from cases import full, in_full, in_slow, pairwise, rows_in_full
 from ranks import on_ranks
 from resumable import OPTIMIZERS, Training, damage, interrupted, three_checkpoints, undisturbed
 from state_dicts import check_equal
@@ -68,7 +68,7 @@ def load(folder, case):
     return training.whole()
 
 
-@pytest.mark.parametrize("case", by_default(CASES, OFFLOADED), ids=str)
+@pytest.mark.parametrize("case", [OFFLOADED, *in_full(IN_BF16, TIED), *in_slow(CASES[0], CASES[2], CASES[4])], ids=str)
 def test_any_number_of_ranks(world, tmp_path, case):
     """2 → 3 → 1 → 4 ranks: every parameter and moment is that of the moment of saving."""
     folder, saved = str(tmp_path), None

@@ -9,7 +9,7 @@ import transformers
 
 import hf_bmtrain as bmt
 import jobs
-from cases import full, in_full
+from cases import full, in_full, slow
 from log_lines import log_lines
 from zoo_families import FAMILIES
 
@@ -90,7 +90,7 @@ def check_same(ours, plain):
         ),
     ],
 )  # fmt: skip
-@pytest.mark.parametrize(("size", "accumulation"), [(2, 2), pytest.param(1, 2, marks=full)])
+@pytest.mark.parametrize(("size", "accumulation"), [(2, 2), pytest.param(1, 2, marks=slow)])
 def test_as_one_process(world, tmp_path, name, size, accumulation):
     if name != "peft" and FAMILIES[name].missing:
         pytest.skip("not in this version of transformers")

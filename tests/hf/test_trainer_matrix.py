@@ -6,7 +6,7 @@ import pytest
 import torch
 from trainer_matrix import Errors, Matrix, cells, difference
 
-from cases import full
+from cases import full, slow
 
 
 @pytest.fixture(scope="module")
@@ -24,11 +24,22 @@ DEFAULT = (
     "AdamOffloadOptimizer,_accumulated,_clipped,_scheduled-own-2",
 )
 """The others are `full`; `python tests trainer_matrix` prints those on one rank and more with AdamW."""
+SLOW = (
+    "torch_compile", "data_seed", "seed, dropout", "num_train_epochs", "logging_steps", "linear", "cosine",
+    "eval_strategy=epoch", "several evaluation sets", "label_smoothing_factor in evaluation", "save_strategy=epoch",
+    "save_total_limit", "load_best_model_at_end, save_total_limit", "max_grad_norm=0", "optim=sgd",
+    "SGD with momentum", "AdamOffloadOptimizer", "optim=adamw_torch_fused",
+)  # fmt: skip
+"""Rows that repeat paths of others."""
 
 
 def marked(cell):
-    marks = [pytest.mark.slow] if cell.row == "torch_compile" else [] if cell.label() in DEFAULT else [full]
+    marks = [slow] if cell.row in SLOW else [] if cell.label() in DEFAULT else [full]
     return pytest.param(cell, id=cell.label(), marks=marks)
+
+
+def test_the_rows_exist():
+    assert {cell.row for cell in cells()} >= {*SLOW}
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import torch
 from small_job import PYTHON, ROOT, TWO_RANKS, run
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from cases import full, rows_in_full
+from cases import full, rows_in_full, slow
 from gpt2.data import generate_text
 from sft.data import IGNORED, Example, Rows, ask, cut, read
 from sft.options import parse_options
@@ -59,7 +59,7 @@ def test_two_processes_follow_one(one, tmp_path):
         assert here["grad_norm"] == pytest.approx(there["grad_norm"], rel=1e-3)
 
 
-@full
+@slow
 def test_the_default_learns_to_answer(tmp_path):
     metrics = train(tmp_path, PYTHON)
     assert metrics["right_before"] < 0.1

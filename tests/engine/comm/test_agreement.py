@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import hf_bmtrain as bmt
-from cases import by_default, full, in_full, rows_in_full
+from cases import by_default, full, in_full, rows_in_slow
 from hf_bmtrain.engine.comm.agreement import fingerprint
 from ranks import Ranks, free_port
 from twins import WIDTH, Tower, ids
@@ -488,7 +488,7 @@ def two_in_another_order(apart):
 
 @full
 @pytest.mark.parametrize(
-    ("gather", "apart"), [("peer", False), *rows_in_full([("collective", False), ("collective", True), ("peer", True)])]
+    ("gather", "apart"), [("peer", False), *rows_in_slow([("collective", False), ("collective", True), ("peer", True)])]
 )
 def test_two_models_in_another_order(gather, apart):
     ranks = Ranks(2, gather=gather)

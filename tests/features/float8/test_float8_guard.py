@@ -10,7 +10,7 @@ from torch import nn
 from torch._dynamo.utils import counters
 
 import hf_bmtrain as bmt
-from cases import full, in_full
+from cases import full, in_full, in_slow, rows_in_slow
 from float8_models import build, rows
 from hf_bmtrain.engine.sharding.slots import buffers_of
 from hf_bmtrain.features.float8.calibrate import Calibration
@@ -140,8 +140,7 @@ def leaves_float8(use_checkpoint: bool) -> list[str]:
 
 
 @full
-@pytest.mark.parametrize("use_checkpoint", [True, *in_full(False)])
-@pytest.mark.parametrize("size", [2, *in_full(1)])
+@pytest.mark.parametrize(("size", "use_checkpoint"), [(2, True), *rows_in_slow([(2, False), (1, True), (1, False)])])
 def test_a_compiled_layer_with_too_much_noise_leaves_float8(world, size, use_checkpoint):
     """Training goes on as that of a model in which this layer was kept out of float8."""
     told = [line for lines in world(size)(leaves_float8, use_checkpoint) for line in lines]
@@ -178,7 +177,7 @@ def test_the_ratio_is_that_of_all_ranks(world):
 
 
 @pytest.mark.parametrize(
-    "options", [{"use_checkpoint": True}, *in_full({"use_checkpoint": False}, {"zero_level": 2})], ids=str
+    "options", [{"use_checkpoint": True}, *in_full({"use_checkpoint": False}), *in_slow({"zero_level": 2})], ids=str
 )
 @on_ranks(2)
 def test_the_measurement_leaves_no_trace(options: dict) -> None:
@@ -212,7 +211,7 @@ class Written(nn.Module):
 
 
 @full
-@on_ranks(2, full=(1,))
+@on_ranks(2)
 def test_tensors_inside_of_arguments_are_written_once() -> None:
     found = []
     for guard in (True, False):
@@ -260,7 +259,7 @@ def test_weights_are_gathered_in_float8_from_the_first_compiled_forward_on(use_c
 
 
 @full
-@on_ranks(2, full=(1,))
+@on_ranks(2)
 def test_a_measurement_that_raises_changes_nothing() -> None:
     model = compiled(Stateful(noisy=True))
     before = [bits(value) for value in model.state_dict().values()]

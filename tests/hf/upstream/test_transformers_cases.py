@@ -13,7 +13,7 @@ import upstream_logging
 import upstream_training
 from upstream_cases import cases
 
-from cases import full
+from cases import full, slow
 
 MODULES = (
     upstream_best_model, upstream_callbacks, upstream_checkpoints, upstream_evaluation, upstream_generation,
@@ -22,12 +22,21 @@ MODULES = (
 
 
 DEFAULT = ("trainer_with_datasets", "evaluate", "event_flow", "save_checkpoints")
-"""The others are `full`; on one rank `python tests upstream_cases` runs them."""
+SLOW = (
+    "logging_inf_nan_filter", "get_num_trainable_parameters", "number_of_steps_in_training", "return_sequences",
+    "num_train_epochs_in_training", "special_token_alignment", "eval_use_gather_object", "remove_callback_by_class",
+    "save_collator_tokenizer_by_default", "trainer_saves_tokenizer", "metric_for_best_model_behavior",
+)  # fmt: skip
+"""Little in them depends on sharding. The others are `full`; `python tests upstream_cases` runs all on one rank."""
+
+
+def marks(name):
+    return () if name in DEFAULT else slow if name in SLOW else full
 
 
 @pytest.mark.parametrize(
     "case",
-    [pytest.param(case, id=name, marks=() if name in DEFAULT else full) for name, case, size in cases() if size == 2],
+    [pytest.param(case, id=name, marks=marks(name)) for name, case, size in cases() if size == 2],
 )
 def test_transformers_case(world, tmp_path, case):
     world(2)(case, str(tmp_path))

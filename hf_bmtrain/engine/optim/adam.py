@@ -151,10 +151,7 @@ class AdamOptimizer(torch.optim.Optimizer):
         for parameter in self.param_groups[-1]["params"]:
             if parameter.dtype not in _DTYPES:
                 self.param_groups.pop()
-                raise ValueError(
-                    f"AdamOptimizer supports float32, float16 and bfloat16 parameters, got {parameter.dtype} of shape "
-                    f"{tuple(parameter.shape)}. Use torch.optim.AdamW for it."
-                )
+                _check_dtype(parameter)
 
     @property
     def scale(self) -> float:
@@ -289,13 +286,17 @@ class AdamOptimizer(torch.optim.Optimizer):
 
         Does nothing and returns False if the last step updated the same parameters; otherwise returns True. A run of
         the same parameters as an earlier run keeps its state tensors. For other runs, state tensors are allocated, and
-        the parameters' earlier or loaded state is copied into them. Raises ValueError if the parameters are on several
-        devices.
+        the parameters' earlier or loaded state is copied into them. The same applies to unsharded parameters whose
+        memory was replaced. Raises ValueError if the parameters are on several devices, or if new memory has an
+        unsupported dtype.
 
         active: the parameters that this step updates, a list for each parameter group.
         """
-        if same_members(active, self._active):
+        replaced = {state for state in self._states if state.run.buffer is None and state.run.is_replaced}
+        if not replaced and same_members(active, self._active):
             return False
+        for state in replaced:
+            _check_dtype(state.run.parameters[0])
         self._finish()
         groups = [[Run.over(members) for members in neighbours(group, self._kind)] for group in active]
         runs = [run for group in groups for run in group]
@@ -305,7 +306,7 @@ class AdamOptimizer(torch.optim.Optimizer):
                 f"AdamOptimizer needs all parameters on one device, got {devices}. Use one optimizer for each device."
             )
         steps = adam_steps([len(group) for group in groups], devices[0], self._exp_avg_dtype)
-        earlier = {tuple(state.run.parameters): state for state in self._states}
+        earlier = {tuple(state.run.parameters): state for state in self._states if state not in replaced}
         kept = [earlier.get(tuple(run.parameters)) for run in runs]
         bases = index_bases(self.param_groups)
         new = [run for run, state in zip(runs, kept) if state is None]
@@ -429,6 +430,8 @@ class AdamOptimizer(torch.optim.Optimizer):
             have "residual" instead, the 16-bit differences between masters and weights.
         """
         self._finish()
+        if self._active:
+            self._arrange(self._active)  # with the present memory of unsharded parameters
         for state in self._states:
             if state.is_stale:
                 state.master.follow_weight()
@@ -509,6 +512,15 @@ class AdamOptimizer(torch.optim.Optimizer):
                 self.state[parameter][name] = own.detach().to("cpu", dtype, copy=copied)
         self._loaded = {parameter for parameter in mine if parameter in self.state}
         self._states, self._active = [], []
+
+
+def _check_dtype(parameter: torch.nn.Parameter) -> None:
+    """Raise ValueError unless the optimizer supports the dtype of `parameter`."""
+    if parameter.dtype not in _DTYPES:
+        raise ValueError(
+            f"AdamOptimizer supports float32, float16 and bfloat16 parameters, got {parameter.dtype} of shape "
+            f"{tuple(parameter.shape)}. Use torch.optim.AdamW for it."
+        )
 
 
 def _check_settings(group: dict) -> None:

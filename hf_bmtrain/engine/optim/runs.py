@@ -59,6 +59,14 @@ class Run:
         """The flat buffer that contains the parameters of this run; or the run's only parameter, if it is unsharded."""
         return self.parameters[0] if self.buffer is None else self.buffer
 
+    @property
+    def is_replaced(self) -> bool:
+        """True if an unsharded parameter has other memory than `weights`, as after `.data = ...` or `module.half()`."""
+        own, weights = self.parameters[0], self.weights
+        if self.buffer is not None:
+            return False
+        return own.data_ptr() != weights.data_ptr() or own.dtype != weights.dtype or not own.is_contiguous()
+
     def begin(self, parameter: torch.nn.Parameter) -> int:
         """Return the index of the first element of `parameter` in `self.weights`.
 

@@ -150,6 +150,54 @@ def ordinary_parameters():
         torch.testing.assert_close(parameter, twin)
 
 
+def train_ordinary(net, optimizer, change, steps=6):
+    """Steps with an unsharded layer, which `change` changes after three of them."""
+    for step in range(steps):
+        if step == 3:
+            change(net)
+        optimizer.zero_grad()
+        weight = next(net.parameters())
+        net(torch.linspace(-1, 1, 8, dtype=weight.dtype).view(2, 4)).float().square().mean().backward()
+        optimizer.step()
+
+
+def replaced(net):
+    for parameter in net.parameters():
+        parameter.data = torch.full_like(parameter, 0.25)
+
+
+def filled(net):
+    torch.nn.utils.vector_to_parameters(torch.full((20,), 0.25), net.parameters())
+
+
+MOVES = [filled, replaced, torch.nn.Module.half, torch.nn.Module.bfloat16]
+
+
+@pytest.mark.parametrize("cls", [bmt.optim.AdamOptimizer, bmt.optim.AdamOffloadOptimizer])
+@pytest.mark.parametrize("move", by_default(MOVES, filled, torch.nn.Module.half), ids=lambda move: move.__name__)
+def test_new_memory_of_an_ordinary_parameter_is_trained(cls, move):
+    torch.manual_seed(0)
+    net = torch.nn.Linear(4, 4)
+    twin = copy.deepcopy(net)
+    optimizer = cls(net.parameters(), **SETTINGS)
+    train_ordinary(net, optimizer, move)
+    train_ordinary(twin, torch.optim.AdamW(twin.parameters(), **SETTINGS), move if move in (filled, replaced) else id)
+    close = {} if net.weight.dtype == torch.float32 else {"rtol": 1e-2, "atol": 2e-3}
+    torch.testing.assert_close(net.weight.float(), twin.weight, **close)
+    assert {int(state["step"]) for state in optimizer.state.values()} == {6}
+    if close:  # the masters that a checkpoint gets are those of the new weights
+        replaced(net)
+        held = optimizer.stored_state()[net.weight]["master"]
+        assert torch.equal(held.to(net.weight.dtype).view_as(net.weight), net.weight)
+
+
+@full
+def test_an_unsupported_new_dtype_is_refused():
+    net = torch.nn.Linear(4, 4)
+    with pytest.raises(ValueError, match="supports float32, float16 and bfloat16 parameters, got torch.float64"):
+        train_ordinary(net, bmt.optim.AdamOptimizer(net.parameters()), torch.nn.Module.double)
+
+
 def gradients_are_only_read():
     model = bmt.auto_wrap(Tower())
     optimizer = bmt.optim.AdamOptimizer(model.parameters(), **SETTINGS)

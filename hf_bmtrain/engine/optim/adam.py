@@ -323,9 +323,11 @@ class AdamOptimizer(torch.optim.Optimizer):
                 for parameter in run.parameters:
                     views = state.views(parameter)
                     adopt(parameter, views, self.state.get(parameter, {}), parameter in self._loaded)
+                    if run.buffer is None and "master" in views and parameter in self._loaded:
+                        run.weights.copy_(views["master"])  # the step compares the two, and loaded masters count
                     self._loaded.discard(parameter)
                     self.state[parameter] = views
-                state.version = run.weights._version
+                state.version, state.uncounted = run.weights._version, run.buffer is None
             else:
                 state.step = steps.counts[number].copy_(state.step)
                 for parameter in run.parameters:
@@ -433,7 +435,7 @@ class AdamOptimizer(torch.optim.Optimizer):
         if self._active:
             self._arrange(self._active)  # with the present memory of unsharded parameters
         for state in self._states:
-            if state.is_stale:
+            if state.is_stale or state.run.buffer is None:
                 state.master.follow_weight()
                 state.version = state.run.weights._version
         return {parameter: without_codes(held) for parameter, held in self.state.items()}

@@ -257,6 +257,8 @@ class RunState:
             number of ranks, except for parameters that are laid out differently with one rank.
         version: torch's version counter of the weights when the masters last agreed with them; -1 if the masters were
             loaded and have not been compared with the weights yet.
+        uncounted: True if the weights may be written without a change of their version, as by `.data.fill_()` of an
+            unsharded parameter. (A sharded one counts these writes.) The masters are then compared in every step.
     """
 
     run: Run
@@ -265,6 +267,7 @@ class RunState:
     step: torch.Tensor
     index_base: int
     version: int = -1
+    uncounted: bool = False
 
     @property
     def is_stale(self) -> bool:
@@ -274,7 +277,7 @@ class RunState:
         weights (residuals), they cannot be out of date.
         """
         apart = self.master.stored is not None and not self.master.is_residual
-        return apart and self.version != self.run.weights._version
+        return apart and (self.uncounted or self.version != self.run.weights._version)
 
     def views(self, parameter: torch.nn.Parameter) -> ParameterState:
         """Return the state of one parameter, as views of the run's flat state tensors.

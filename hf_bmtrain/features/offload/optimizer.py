@@ -183,6 +183,8 @@ class AdamOffloadOptimizer(AdamOptimizer):
             state, gradient = states[part.run], gradients[part.run][part.of_run]
             stored, exp_avg, exp_avg_sq = chunk.part(part.of_chunk.start, part.of_chunk.stop)
             master = Master(state.run.weights[part.of_run], stored, exp_avg_sq)
+            if state.run.buffer is None:  # compare the masters here, on the device, so that the host need not wait
+                master.follow_weight()
             steps.update(part.run, Elements(gradient, master, exp_avg, state.index_base + part.of_run.start))
 
         used: dict[ShardedBuffer | torch.nn.Parameter, list[torch.Tensor]] = {}
@@ -348,6 +350,8 @@ class AdamOffloadOptimizer(AdamOptimizer):
         if self._places:
             self._chunks = cut(runs, self._places, self._in_order(self._not_early()))
             self._mover = DeviceUpdate(self._chunks, self._exp_avg_dtype, runs[0].weights.device)
+            for state in self._states:
+                state.uncounted = False  # because `_update` compares them
         return True
 
     def _kind(self, parameter: torch.nn.Parameter) -> object:

@@ -1,6 +1,7 @@
 """AdamOptimizer on slices against torch.optim.AdamW on whole parameters."""
 
 import copy
+from contextlib import nullcontext
 from unittest import mock
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 import hf_bmtrain as bmt
 from cases import by_default, full, in_full
 from hf_bmtrain.engine.ops import adam_step
+from offloaded import as_on_a_gpu
 from ranks import on_ranks
 from twins import Tower, ids
 
@@ -189,6 +191,39 @@ def test_new_memory_of_an_ordinary_parameter_is_trained(cls, move):
         replaced(net)
         held = optimizer.stored_state()[net.weight]["master"]
         assert torch.equal(held.to(net.weight.dtype).view_as(net.weight), net.weight)
+
+
+def written_by_data(net):
+    for parameter in net.parameters():
+        parameter.data.fill_(0.5)
+
+
+def write(net):
+    with torch.no_grad():
+        for parameter in net.parameters():
+            parameter.fill_(0.5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, *in_full(torch.bfloat16)], ids=str)
+@pytest.mark.parametrize("on_a_gpu", [True, *in_full(False)])
+@pytest.mark.parametrize("cls", [bmt.optim.AdamOffloadOptimizer, *in_full(bmt.optim.AdamOptimizer)])
+def test_writes_by_data_to_ordinary_parameters_stay(cls, on_a_gpu, dtype):
+    """torch does not count them; with an optimizer in host memory, no step makes the host wait because of that."""
+    results = []
+    for change in (write, written_by_data):
+        torch.manual_seed(0)
+        net = torch.nn.Linear(4, 4).to(dtype)
+        with as_on_a_gpu(0) if on_a_gpu else nullcontext():
+            optimizer = cls(net.parameters(), **SETTINGS)
+            train_ordinary(net, optimizer, change)
+            with mock.patch.object(optimizer, "_finish") as waited:
+                train_ordinary(net, optimizer, id, 2)
+            assert not (waited.called and cls is bmt.optim.AdamOffloadOptimizer and on_a_gpu)
+            written_by_data(net)
+            master = optimizer.stored_state()[net.weight].get("master")
+            assert master is None or (master.to(dtype) == 0.5).all()  # masters round to the weights
+        results.append([net.weight, net.bias])
+    assert all(map(torch.equal, *results))
 
 
 @full

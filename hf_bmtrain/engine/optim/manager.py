@@ -196,6 +196,7 @@ class OptimManager:
             self._skips.look(self._steps, self._last_gradients())
         for optimizer in self.optimizers:
             optimizer.zero_grad(set_to_none=set_to_none)
+        self._clips.clear()  # they were for the old gradients
         self._used = {}  # drop these references, so that the memory of the gradients can be used in the next forward
 
     def backward(self, loss: torch.Tensor | None = None) -> None:
@@ -262,6 +263,10 @@ class OptimManager:
         if not isinstance(loss, torch.Tensor):
             expect_tensor("loss", loss)
         self._end_last_step()
+        if self._clips:  # gradients were clipped, and this backward adds to them before they are used
+            with torch.no_grad():
+                for optimizer in list(self._clips):
+                    self._clip_now(optimizer)
         self._forget_norms()
         if self._mean_scale != 1:
             loss = loss.float() * self._mean_scale
@@ -276,7 +281,8 @@ class OptimManager:
         Collective: every rank must call it. As with torch.nn.utils.clip_grad_norm_, gradients are multiplied by
         max_norm / (norm + eps) if this factor is below 1. The norm is that of the full gradients, without the loss
         scale. If `param_groups` contains all parameters of an added optimizer that have a gradient, `.grad` does not
-        change, and `step` applies the factor in the update. Other gradients are multiplied in place by this call.
+        change, and `step` applies the factor in the update. If `backward` or `scale_loss` is called before `step`, it
+        multiplies these gradients first. Other gradients are multiplied in place by this call.
 
         Args:
             param_groups: `optimizer.param_groups`, or a list of dicts with "params".
@@ -309,7 +315,7 @@ class OptimManager:
         # computed next must be that of the clipped gradients.
         for optimizer in list(self._clips):
             if not chosen.isdisjoint(own[optimizer]):
-                foreach_mul_([p.grad for p in own[optimizer]], self._clips.pop(optimizer))
+                self._clip_now(optimizer)
         for kind, value in ("clipping by the norm of order", norm_type), ("clipping to the norm", max_norm):
             # The ranks compare these numbers. A tensor is not logged, because the host might have to wait to read it.
             if isinstance(value, (int, float)):
@@ -425,6 +431,12 @@ class OptimManager:
         torch.maximum(self._found_inf, norm.isfinite().logical_not().float(), out=self._found_inf)
         self._checked.update(parameters)
         return norm.float()
+
+    def _clip_now(self, optimizer: torch.optim.Optimizer) -> None:
+        """Multiply the gradients of an optimizer by the clip factor that its next step would have applied."""
+        factor, gradients = self._clips.pop(optimizer), [p.grad for p in _with_gradient(optimizer)]
+        if gradients:
+            foreach_mul_(gradients, factor)
 
     def _forget_norms(self) -> None:
         self._clips.clear()

@@ -234,6 +234,9 @@ class AdamOffloadOptimizer(AdamOptimizer):
         * all parameters of an uneven model (one of which ranks may enter different blocks), because a rank may still
           need a block when others have reduced its gradient.
 
+        If the backward raises an error, the updates that it has made remain, and the gradients that they used are
+        dropped. Training can go on with the next batch.
+
         Returns:
             A context manager for the last backward of a step.
 
@@ -280,7 +283,11 @@ class AdamOffloadOptimizer(AdamOptimizer):
                     lambda _, local_params=local_params: self._update_early(local_params)
                 )
                 hooks.enter_context(update)
-            yield
+            try:
+                yield
+            except BaseException:
+                self._abandon_early()
+                raise
 
     @property
     def updated_in_backward(self) -> bool:
@@ -315,6 +322,22 @@ class AdamOffloadOptimizer(AdamOptimizer):
         self._step_runs(numbers)
         self._early.parameters.update(gradient_versions(local_params))
         self._early.settings = _snapshot(self._settings())
+
+    def _abandon_early(self) -> None:
+        """Forget the parameters that were updated in a backward that failed, such as for lack of memory.
+
+        Their gradients are dropped, because otherwise the next `step` would use them a second time.
+        """
+        parameters = self._early.parameters
+        if parameters:
+            _log.warning(
+                "rank %d: a backward inside update_in_backward() failed after it had updated %d parameters. Their "
+                "updates remain, and their gradients are dropped. To undo the updates, load a checkpoint",
+                current_world().rank, len(parameters),
+            )  # fmt: skip
+        for parameter in parameters:
+            parameter.grad = None
+        self._early = _EarlyUpdates()
 
     def _check_early(self) -> None:
         """Raise RuntimeError if gradients or settings have changed since parameters were updated in the backward.

@@ -395,6 +395,7 @@ class AdamOffloadOptimizer(AdamOptimizer):
 
     def _load(self, state_dict: dict, copied: bool) -> None:
         super()._load(state_dict, copied)
+        self._places, self._chunks, self._mover = {}, [], None  # free the old state before the next one is allocated
         self._early = _EarlyUpdates()
 
 

@@ -140,12 +140,13 @@ class AdamOptimizer(torch.optim.Optimizer):
 
         Raises:
             TypeError: `param_group` is not a dict, or a setting has the wrong type.
-            ValueError: a setting is out of range, "params" is missing, or a parameter is not float32, float16 or
-                bfloat16.
+            ValueError: a setting is out of range, "params" is missing, a parameter is not float32, float16 or bfloat16,
+                or the group sets `maximize` or `amsgrad`.
         """
         expect_kind("param_group", param_group, dict, 'a dict with "params"')
         if "params" not in param_group:
             raise ValueError(f'param_group must have the key "params", but has only {", ".join(map(str, param_group))}')
+        _refuse_unsupported([param_group])
         _check_settings({**self.defaults, **param_group})
         super().add_param_group(param_group)
         for parameter in self.param_groups[-1]["params"]:
@@ -453,7 +454,8 @@ class AdamOptimizer(torch.optim.Optimizer):
 
         Raises:
             TypeError: `state_dict` is not a dict.
-            ValueError: `state_dict` lacks "state" or "param_groups", or does not fit the parameters.
+            ValueError: `state_dict` lacks "state" or "param_groups", or does not fit the parameters, or was saved with
+                `maximize` or `amsgrad`.
             RuntimeError: the ranks pass different results of `state_dict(gather=True)`.
         """
         check_state(state_dict)
@@ -500,8 +502,9 @@ class AdamOptimizer(torch.optim.Optimizer):
         return dict(self.state)
 
     def _load(self, state_dict: dict, copied: bool) -> None:
-        self._finish()
         groups = state_dict["param_groups"]
+        _refuse_unsupported(groups)
+        self._finish()
         super().load_state_dict({"state": {}, "param_groups": groups})
         keys = [key for group in groups for key in group["params"]]
         mine = [parameter for group in self.param_groups for parameter in group["params"]]
@@ -514,6 +517,16 @@ class AdamOptimizer(torch.optim.Optimizer):
                 self.state[parameter][name] = own.detach().to("cpu", dtype, copy=copied)
         self._loaded = {parameter for parameter in mine if parameter in self.state}
         self._states, self._active = [], []
+
+
+def _refuse_unsupported(groups: Iterable[dict]) -> None:
+    """Raise ValueError if a parameter group has a setting of torch's AdamW that would be ignored."""
+    for name in ("maximize", "amsgrad"):
+        if any(group.get(name) for group in groups):
+            raise ValueError(
+                f"A parameter group has {name}=True, which AdamOptimizer does not support: it would train differently. "
+                f'Continue with torch.optim.AdamW, or, to train without it, set group["{name}"] = False first.'
+            )
 
 
 def _check_dtype(parameter: torch.nn.Parameter) -> None:

@@ -388,6 +388,54 @@ def test_dtypes_are_checked():
         bmt.optim.AdamOptimizer([torch.nn.Parameter(torch.ones(3))], exp_avg_dtype=torch.float16)
 
 
+@pytest.mark.parametrize("setting", ["maximize", *in_full("amsgrad")])
+def test_settings_that_only_torch_has_are_refused(setting):
+    parameters = [torch.nn.Parameter(torch.ones(2))]
+    parameters[0].grad = torch.ones(2)
+    plain = torch.optim.AdamW(parameters, **{setting: True})
+    plain.step()
+    optimizer, state = bmt.optim.AdamOptimizer(parameters, lr=0.5), plain.state_dict()
+    message = f"{setting}=True, which AdamOptimizer does not support"
+    with pytest.raises(ValueError, match=message):
+        optimizer.load_state_dict(state)
+    with pytest.raises(ValueError, match=message):
+        optimizer.add_param_group({"params": [torch.nn.Parameter(torch.ones(2))], setting: True})
+    assert optimizer.param_groups[0]["lr"] == 0.5 and len(optimizer.param_groups) == 1 and not optimizer.state
+    state["param_groups"][0][setting] = False
+    optimizer.load_state_dict(state)
+
+
+def scaled_with_an_empty_group():
+    model = bmt.auto_wrap(Tower())
+    optimizer = bmt.optim.AdamOptimizer([{"params": []}, {"params": list(model.parameters())}], lr=0.1)
+    other = bmt.auto_wrap(Tower())
+    expected = bmt.optim.AdamOptimizer(other.parameters(), lr=0.1)
+    (2 * model(ids(0, bmt.rank()))).backward()
+    other(ids(0, bmt.rank())).backward()
+    optimizer.step(scale=2.0)
+    expected.step()
+    compare(model, other)
+
+
+def integer_step():
+    """As older versions of torch and other libraries save it."""
+    model = bmt.auto_wrap(Tower())
+    optimizer = bmt.optim.AdamOptimizer(model.parameters())
+    model(ids(0, bmt.rank())).backward()
+    optimizer.step()
+    state = optimizer.state_dict()
+    for values in state["state"].values():
+        values["step"] = int(values["step"])
+    optimizer.load_state_dict(state)
+    optimizer.step()
+    assert {int(held["step"]) for held in optimizer.state.values()} == {2}
+
+
+@pytest.mark.parametrize("case", [integer_step, *in_full(scaled_with_an_empty_group)], ids=lambda case: case.__name__)
+def test_unusual_forms(world, case):
+    world(2)(case)
+
+
 OPTIMIZERS = [bmt.optim.AdamOptimizer, *in_full(bmt.optim.AdamOffloadOptimizer)]
 
 

@@ -194,7 +194,8 @@ class AdamOptimizer(torch.optim.Optimizer):
             return loss
         expect_number("scale", scale, "finite and above 0", lambda number: 0 < number < math.inf)
         given = self.__dict__.get("grad_scale")
-        divisor = torch.tensor(float(scale), device=self.param_groups[0]["params"][0].device)
+        devices = (parameter.device for group in self.param_groups for parameter in group["params"])
+        divisor = torch.tensor(float(scale), device=next(devices, None))  # the first group may be empty
         self.grad_scale = divisor if given is None else divisor * given
         try:
             self._step()

@@ -1,10 +1,14 @@
 """The end of a step: clipping, loss scale, skipping, schedulers."""
 
+from unittest import mock
+
 import pytest
 import torch
 
 import hf_bmtrain as bmt
 from cases import by_default
+from hf_bmtrain.engine.base.torch_internals import StorageWeakRef
+from hf_bmtrain.engine.optim import manager as manager_file
 from ranks import on_ranks
 from twins import Tower, ids
 
@@ -236,6 +240,33 @@ CASES = [
 )
 def test_manager(world, case):
     world(2)(*case)
+
+
+class LateFlag(manager_file.HostFlag):
+    def __init__(self, flag):
+        super().__init__(flag)
+        self.immediate = False
+
+
+@on_ranks(1)
+def test_gradients_are_freed_whoever_drops_them():
+    """While the host does not know yet whether the step was skipped, as on a GPU."""
+    for by_optimizer in (False, True):
+        model, optimizer, manager, _ = make()
+        with mock.patch.object(manager_file, "HostFlag", LateFlag):
+            for step in range(2):
+                manager.backward(model(ids(step, 0)))
+                manager.step()
+                gradients = [p.grad.as_subclass(torch.Tensor) for p in model.parameters()]
+                storages = [StorageWeakRef(gradient.untyped_storage()) for gradient in gradients]
+                del gradients
+                (optimizer if by_optimizer else manager).zero_grad()
+                model(ids(step, 0))
+                assert all(storage.expired() for storage in storages), by_optimizer
+            manager.backward(model(ids(0, 0)) * float("inf"))
+            manager.step()
+            manager.backward(model(ids(1, 0)))  # ends the skipped step, whose gradients are dropped
+            assert all(p.grad.isfinite().all() for p in model.parameters())
 
 
 @on_ranks(1)

@@ -124,6 +124,16 @@ TorchDispatchMode = TorchDispatchMode
 torch itself. The package uses it to track tensors' memory when it predicts memory, and to find the calls of
 attention."""
 
+
+def detach_in_mode(tensor: torch.Tensor) -> torch.Tensor:
+    """Return `tensor.detach()` with the same version counter as `tensor`, inside a TorchDispatchMode.
+
+    There, the layer of torch that shares the counter is switched off, and writes to `tensor` would not be noticed.
+    """
+    with _C._SetExcludeDispatchKeyGuard(_C.DispatchKey.ADInplaceOrView, False):
+        return tensor.detach()
+
+
 modes_see_compiled: bool = hasattr(TorchDispatchMode, "ignore_compile_internals")
 """Whether this version of torch can compile functions (with torch.compile) inside a TorchDispatchMode. The mode then
 sees the operations that the compiled code calls. In older versions, a function that was once called inside such a mode

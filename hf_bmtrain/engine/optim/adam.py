@@ -140,21 +140,19 @@ class AdamOptimizer(torch.optim.Optimizer):
 
         Raises:
             TypeError: `param_group` is not a dict, or a setting has the wrong type.
-            ValueError: a setting is out of range, "params" is missing, or a parameter is not float32, float16 or
-                bfloat16.
+            ValueError: a setting is out of range, "params" is missing, a parameter is not float32, float16 or bfloat16,
+                or the group sets `maximize` or `amsgrad`.
         """
         expect_kind("param_group", param_group, dict, 'a dict with "params"')
         if "params" not in param_group:
             raise ValueError(f'param_group must have the key "params", but has only {", ".join(map(str, param_group))}')
+        _refuse_unsupported([param_group])
         _check_settings({**self.defaults, **param_group})
         super().add_param_group(param_group)
         for parameter in self.param_groups[-1]["params"]:
             if parameter.dtype not in _DTYPES:
                 self.param_groups.pop()
-                raise ValueError(
-                    f"AdamOptimizer supports float32, float16 and bfloat16 parameters, got {parameter.dtype} of shape "
-                    f"{tuple(parameter.shape)}. Use torch.optim.AdamW for it."
-                )
+                _check_dtype(parameter)
 
     @property
     def scale(self) -> float:
@@ -196,7 +194,8 @@ class AdamOptimizer(torch.optim.Optimizer):
             return loss
         expect_number("scale", scale, "finite and above 0", lambda number: 0 < number < math.inf)
         given = self.__dict__.get("grad_scale")
-        divisor = torch.tensor(float(scale), device=self.param_groups[0]["params"][0].device)
+        devices = (parameter.device for group in self.param_groups for parameter in group["params"])
+        divisor = torch.tensor(float(scale), device=next(devices, None))  # the first group may be empty
         self.grad_scale = divisor if given is None else divisor * given
         try:
             self._step()
@@ -289,13 +288,17 @@ class AdamOptimizer(torch.optim.Optimizer):
 
         Does nothing and returns False if the last step updated the same parameters; otherwise returns True. A run of
         the same parameters as an earlier run keeps its state tensors. For other runs, state tensors are allocated, and
-        the parameters' earlier or loaded state is copied into them. Raises ValueError if the parameters are on several
-        devices.
+        the parameters' earlier or loaded state is copied into them. The same applies to unsharded parameters whose
+        memory was replaced. Raises ValueError if the parameters are on several devices, or if new memory has an
+        unsupported dtype.
 
         active: the parameters that this step updates, a list for each parameter group.
         """
-        if same_members(active, self._active):
+        replaced = {state for state in self._states if state.run.buffer is None and state.run.is_replaced}
+        if not replaced and same_members(active, self._active):
             return False
+        for state in replaced:
+            _check_dtype(state.run.parameters[0])
         self._finish()
         groups = [[Run.over(members) for members in neighbours(group, self._kind)] for group in active]
         runs = [run for group in groups for run in group]
@@ -305,7 +308,7 @@ class AdamOptimizer(torch.optim.Optimizer):
                 f"AdamOptimizer needs all parameters on one device, got {devices}. Use one optimizer for each device."
             )
         steps = adam_steps([len(group) for group in groups], devices[0], self._exp_avg_dtype)
-        earlier = {tuple(state.run.parameters): state for state in self._states}
+        earlier = {tuple(state.run.parameters): state for state in self._states if state not in replaced}
         kept = [earlier.get(tuple(run.parameters)) for run in runs]
         bases = index_bases(self.param_groups)
         new = [run for run, state in zip(runs, kept) if state is None]
@@ -322,9 +325,11 @@ class AdamOptimizer(torch.optim.Optimizer):
                 for parameter in run.parameters:
                     views = state.views(parameter)
                     adopt(parameter, views, self.state.get(parameter, {}), parameter in self._loaded)
+                    if run.buffer is None and "master" in views and parameter in self._loaded:
+                        run.weights.copy_(views["master"])  # the step compares the two, and loaded masters count
                     self._loaded.discard(parameter)
                     self.state[parameter] = views
-                state.version = run.weights._version
+                state.version, state.uncounted = run.weights._version, run.buffer is None
             else:
                 state.step = steps.counts[number].copy_(state.step)
                 for parameter in run.parameters:
@@ -429,8 +434,10 @@ class AdamOptimizer(torch.optim.Optimizer):
             have "residual" instead, the 16-bit differences between masters and weights.
         """
         self._finish()
+        if self._active:
+            self._arrange(self._active)  # with the present memory of unsharded parameters
         for state in self._states:
-            if state.is_stale:
+            if state.is_stale or state.run.buffer is None:
                 state.master.follow_weight()
                 state.version = state.run.weights._version
         return {parameter: without_codes(held) for parameter, held in self.state.items()}
@@ -448,7 +455,8 @@ class AdamOptimizer(torch.optim.Optimizer):
 
         Raises:
             TypeError: `state_dict` is not a dict.
-            ValueError: `state_dict` lacks "state" or "param_groups", or does not fit the parameters.
+            ValueError: `state_dict` lacks "state" or "param_groups", or does not fit the parameters, or was saved with
+                `maximize` or `amsgrad`.
             RuntimeError: the ranks pass different results of `state_dict(gather=True)`.
         """
         check_state(state_dict)
@@ -495,8 +503,9 @@ class AdamOptimizer(torch.optim.Optimizer):
         return dict(self.state)
 
     def _load(self, state_dict: dict, copied: bool) -> None:
-        self._finish()
         groups = state_dict["param_groups"]
+        _refuse_unsupported(groups)
+        self._finish()
         super().load_state_dict({"state": {}, "param_groups": groups})
         keys = [key for group in groups for key in group["params"]]
         mine = [parameter for group in self.param_groups for parameter in group["params"]]
@@ -504,11 +513,31 @@ class AdamOptimizer(torch.optim.Optimizer):
         self.loaded_facts = full_facts(given)
         for key, parameter in zip(keys, mine):
             for name, value in state_dict["state"].get(key, {}).items():
+                value = torch.as_tensor(value)  # "step" may be a number
                 dtype, own = value.dtype if name == "residual" else torch.float32, own_part(parameter, name, value)
                 own = own.part if isinstance(own, ShardBase) else own
                 self.state[parameter][name] = own.detach().to("cpu", dtype, copy=copied)
         self._loaded = {parameter for parameter in mine if parameter in self.state}
         self._states, self._active = [], []
+
+
+def _refuse_unsupported(groups: Iterable[dict]) -> None:
+    """Raise ValueError if a parameter group has a setting of torch's AdamW that would be ignored."""
+    for name in ("maximize", "amsgrad"):
+        if any(group.get(name) for group in groups):
+            raise ValueError(
+                f"A parameter group has {name}=True, which AdamOptimizer does not support: it would train differently. "
+                f'Continue with torch.optim.AdamW, or, to train without it, set group["{name}"] = False first.'
+            )
+
+
+def _check_dtype(parameter: torch.nn.Parameter) -> None:
+    """Raise ValueError unless the optimizer supports the dtype of `parameter`."""
+    if parameter.dtype not in _DTYPES:
+        raise ValueError(
+            f"AdamOptimizer supports float32, float16 and bfloat16 parameters, got {parameter.dtype} of shape "
+            f"{tuple(parameter.shape)}. Use torch.optim.AdamW for it."
+        )
 
 
 def _check_settings(group: dict) -> None:

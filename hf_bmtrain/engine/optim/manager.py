@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable
 from typing import Any
 
@@ -111,8 +112,9 @@ class OptimManager:
         self._updated_in_backward = False  # whether an optimizer updated weights during the backward already
         # The gradients that the last step used, with their version counters. If the host learns later that this step
         # was skipped, `_end_last_step` drops them: it sets `.grad` to None where it is still the same, unmodified
-        # tensor. A `.grad` that was replaced or written since belongs to a later backward, and is kept.
-        self._used: dict[torch.nn.Parameter, tuple[torch.Tensor, int]] = {}
+        # tensor. A `.grad` that was replaced or written since belongs to a later backward, and is kept. The references
+        # are weak, so that the memory of gradients is free once the user has set every `.grad` to None.
+        self._used: dict[torch.nn.Parameter, tuple[weakref.ref[torch.Tensor], int]] = {}
         self._skips = SkippedSteps(max_skipped_steps)
         self._steps = 0  # the number of steps so far, including those that were skipped
         self.optimizers: list[torch.optim.Optimizer] = []
@@ -196,7 +198,8 @@ class OptimManager:
             self._skips.look(self._steps, self._last_gradients())
         for optimizer in self.optimizers:
             optimizer.zero_grad(set_to_none=set_to_none)
-        self._used = {}  # drop these references, so that the memory of the gradients can be used in the next forward
+        self._clips.clear()  # they were for the old gradients
+        self._used = {}
 
     def backward(self, loss: torch.Tensor | None = None) -> None:
         """Multiply this rank's loss by the loss scale and run its backward, which averages gradients over the ranks.
@@ -262,6 +265,10 @@ class OptimManager:
         if not isinstance(loss, torch.Tensor):
             expect_tensor("loss", loss)
         self._end_last_step()
+        if self._clips:  # gradients were clipped, and this backward adds to them before they are used
+            with torch.no_grad():
+                for optimizer in list(self._clips):
+                    self._clip_now(optimizer)
         self._forget_norms()
         if self._mean_scale != 1:
             loss = loss.float() * self._mean_scale
@@ -276,7 +283,8 @@ class OptimManager:
         Collective: every rank must call it. As with torch.nn.utils.clip_grad_norm_, gradients are multiplied by
         max_norm / (norm + eps) if this factor is below 1. The norm is that of the full gradients, without the loss
         scale. If `param_groups` contains all parameters of an added optimizer that have a gradient, `.grad` does not
-        change, and `step` applies the factor in the update. Other gradients are multiplied in place by this call.
+        change, and `step` applies the factor in the update. If `backward` or `scale_loss` is called before `step`, it
+        multiplies these gradients first. Other gradients are multiplied in place by this call.
 
         Args:
             param_groups: `optimizer.param_groups`, or a list of dicts with "params".
@@ -309,7 +317,7 @@ class OptimManager:
         # computed next must be that of the clipped gradients.
         for optimizer in list(self._clips):
             if not chosen.isdisjoint(own[optimizer]):
-                foreach_mul_([p.grad for p in own[optimizer]], self._clips.pop(optimizer))
+                self._clip_now(optimizer)
         for kind, value in ("clipping by the norm of order", norm_type), ("clipping to the norm", max_norm):
             # The ranks compare these numbers. A tensor is not logged, because the host might have to wait to read it.
             if isinstance(value, (int, float)):
@@ -374,7 +382,8 @@ class OptimManager:
         # 5. Start to copy the skip flag to the host, which reads it in the next `backward` or `step`. (On the CPU, at
         # the end of this step.)
         self._skipped = HostFlag(self._found_inf)
-        self._used = gradient_versions(p for o in self.optimizers for p in _with_gradient(o))
+        seen = gradient_versions(p for o in self.optimizers for p in _with_gradient(o))
+        self._used = {parameter: (weakref.ref(gradient), version) for parameter, (gradient, version) in seen.items()}
         self._steps += 1
         for observer in current_world().schedule.observers.end_step:
             observer.end_step(self)
@@ -425,6 +434,12 @@ class OptimManager:
         torch.maximum(self._found_inf, norm.isfinite().logical_not().float(), out=self._found_inf)
         self._checked.update(parameters)
         return norm.float()
+
+    def _clip_now(self, optimizer: torch.optim.Optimizer) -> None:
+        """Multiply the gradients of an optimizer by the clip factor that its next step would have applied."""
+        factor, gradients = self._clips.pop(optimizer), [p.grad for p in _with_gradient(optimizer)]
+        if gradients:
+            foreach_mul_(gradients, factor)
 
     def _forget_norms(self) -> None:
         self._clips.clear()
@@ -606,7 +621,7 @@ class OptimManager:
             )
         if skipped:
             for parameter, seen in used.items():
-                if is_unchanged(parameter, seen):  # otherwise a later backward has set `.grad`, which must be kept
+                if _still(parameter, seen) is not None:  # otherwise a later backward has set `.grad`: keep it
                     parameter.grad = None
             scale = None if self._scale is None else self.loss_scale
             self._skips.report(self._steps, self, self._parameters(), scale, self._bounds[0])
@@ -624,7 +639,18 @@ class OptimManager:
         An entry is None if the parameter had no gradient, or its `.grad` was replaced or written since.
         """
         used = self._used
-        return [used[p][0] if p in used and is_unchanged(p, used[p]) else None for p in self._parameters()]
+        return [_still(p, used[p]) if p in used else None for p in self._parameters()]
+
+
+def _still(parameter: torch.nn.Parameter, seen: tuple[weakref.ref[torch.Tensor], int]) -> torch.Tensor | None:
+    """Return the parameter's `.grad`, or None if it was dropped, replaced or written since the step that has used it.
+
+    seen: a weak reference to the `.grad` that the step has used, and its version counter.
+    """
+    gradient = parameter.grad  # read first: it may be the only reference to the Python object that `seen` refers to
+    if gradient is None or seen[0]() is not gradient or not is_unchanged(parameter, (gradient, seen[1])):
+        return None
+    return gradient
 
 
 def _expect_positive(name: str, value: Any, more: str = "") -> None:

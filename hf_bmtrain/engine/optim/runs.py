@@ -59,6 +59,14 @@ class Run:
         """The flat buffer that contains the parameters of this run; or the run's only parameter, if it is unsharded."""
         return self.parameters[0] if self.buffer is None else self.buffer
 
+    @property
+    def is_replaced(self) -> bool:
+        """True if an unsharded parameter has other memory than `weights`, as after `.data = ...` or `module.half()`."""
+        own, weights = self.parameters[0], self.weights
+        if self.buffer is not None:
+            return False
+        return own.data_ptr() != weights.data_ptr() or own.dtype != weights.dtype or not own.is_contiguous()
+
     def begin(self, parameter: torch.nn.Parameter) -> int:
         """Return the index of the first element of `parameter` in `self.weights`.
 
@@ -249,6 +257,8 @@ class RunState:
             number of ranks, except for parameters that are laid out differently with one rank.
         version: torch's version counter of the weights when the masters last agreed with them; -1 if the masters were
             loaded and have not been compared with the weights yet.
+        uncounted: True if the weights may be written without a change of their version, as by `.data.fill_()` of an
+            unsharded parameter. (A sharded one counts these writes.) The masters are then compared in every step.
     """
 
     run: Run
@@ -257,6 +267,7 @@ class RunState:
     step: torch.Tensor
     index_base: int
     version: int = -1
+    uncounted: bool = False
 
     @property
     def is_stale(self) -> bool:
@@ -266,7 +277,7 @@ class RunState:
         weights (residuals), they cannot be out of date.
         """
         apart = self.master.stored is not None and not self.master.is_residual
-        return apart and self.version != self.run.weights._version
+        return apart and (self.uncounted or self.version != self.run.weights._version)
 
     def views(self, parameter: torch.nn.Parameter) -> ParameterState:
         """Return the state of one parameter, as views of the run's flat state tensors.

@@ -85,14 +85,15 @@ class MemoryPlanner(Observer):
     def policy(self, block: Block) -> AutoCheckpoint:
         """Return the recomputation policy of a block with use_checkpoint="auto", which follows the plan `activations`.
 
-        If all blocks that were measured for this plan have been deleted, a new, empty plan replaces it first.
+        If, on any rank, all blocks that were measured for this plan have been deleted, a new, empty plan replaces it
+        first. Collective: every rank must call it, because a rank may still hold a model that others have deleted.
 
         block: the block's state.
         """
         self._has_policies = True
-        if self.activations.outlived:
+        if self.world.control.any(self.activations.outlived, "a new block with use_checkpoint='auto'"):
             self.activations = Activations(self)
-        return AutoCheckpoint(self.activations, block)
+        return AutoCheckpoint(self.activations, block, next(self.activations.numbers))
 
     def before_forward(self, model: torch.nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
         plan, training = self.residents.get(model), torch.is_grad_enabled()

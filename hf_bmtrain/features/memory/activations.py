@@ -5,6 +5,7 @@ If no block has to be recomputed and memory is left, some blocks stay unsharded 
 
 from __future__ import annotations
 
+import itertools
 import logging
 import weakref
 from collections.abc import Iterator, Sequence
@@ -86,6 +87,7 @@ class AutoCheckpoint(Recompute):
     Args:
         activations: the plan for all blocks, to which the block's measurements are added.
         block: the block's state.
+        number: how many blocks of the plan were created before this one, which is the same on every rank.
 
     Attributes:
         kept: whether the block keeps its activations, and so is not recomputed.
@@ -93,8 +95,9 @@ class AutoCheckpoint(Recompute):
         calls: the largest number of the block's measured forwards that were waiting for their backward at once.
     """
 
-    def __init__(self, activations: Activations, block: Block) -> None:
+    def __init__(self, activations: Activations, block: Block, number: int = 0) -> None:
         self.activations, self.block = activations, weakref.proxy(block)  # weak, because the block owns this object
+        self.number = number
         self.kept = self.attention = False
         self.calls = self._most = self._attention = 0
         self._measured: Measurement | None = None  # the last measurement of a forward of this block
@@ -254,6 +257,7 @@ class Activations:
         left: the bytes that the last plan leaves for parameters that keep_frozen="auto" keeps unsharded between steps,
             including the bytes of those that are unsharded already. None before the first plan, and from the start of
             a measurement to the next plan.
+        numbers: yields the numbers of new blocks, from 0.
     """
 
     def __init__(self, planner: MemoryPlanner) -> None:
@@ -275,6 +279,7 @@ class Activations:
         self._stale = True  # True until the first plan, and from a later measurement to the next plan
         self._left = 0  # what the last plan leaves; the property `left` returns it only while that plan is up to date
         self.measuring = False
+        self.numbers = itertools.count()
 
     @property
     def left(self) -> int | None:
@@ -349,7 +354,9 @@ class Activations:
         self._meter.begin(_buffers(blocks))
         self._fresh, self._seen, self.measuring = [], [], False
         if self._free is None:
-            if not blocks or not self._agree(blocks):
+            # `_blocks` contains deleted blocks, too, because the ranks may delete a model at different times, but must
+            # enter `_agree` together.
+            if not self._blocks or not self._agree(blocks):
                 self.measure()
             return
         free = self._read_free()
@@ -456,11 +463,13 @@ class Activations:
         mine = Reading(
             self._meter.has_stepped(_buffers(blocks)), self._rooms(free), tuple(block.nbytes for block in blocks),
             tuple(block.attention_nbytes for block in blocks), _attention_first(blocks),
+            tuple(block.number for block in blocks),
         )  # fmt: skip
         # Each rank of an uneven model plans alone, because the ranks may have entered and measured different blocks.
         agreed = agree(world, mine) if self._schedule.negotiated is None else combine([mine])
-        if agreed is None:
+        if agreed is None or not agreed.blocks:
             return False
+        blocks = _numbered(blocks, agreed.blocks)
         parameters = [block.parameters for block in blocks]
         sizes = Sizes(agreed.activations, agreed.attention, parameters, agreed.attention_first)
         plan = make_plan(sizes, *agreed.rooms)
@@ -484,9 +493,11 @@ class Activations:
         mine = Reading(
             True, self._rooms(free - self._unsharded), tuple(block.nbytes for block in blocks),
             tuple(block.attention_nbytes for block in blocks), _attention_first(blocks),
+            tuple(block.number for block in blocks),
         )  # fmt: skip
         agreed = agree(world, mine) if self.together else combine([mine])
         assert agreed is not None  # because every rank passes `stepped=True`, and knows its `rooms`
+        blocks = _numbered(blocks, agreed.blocks)
         sizes = Sizes(agreed.activations, agreed.attention, [0] * len(blocks), agreed.attention_first)
         plan = make_plan(sizes, *agreed.rooms)
         chosen = list(zip(plan.kept, plan.attention))
@@ -509,6 +520,12 @@ def _attention_first(blocks: Sequence[AutoCheckpoint]) -> bool:
     """
     votes = [block.prefers_attention() for block in blocks if block.attention_nbytes]
     return 2 * sum(votes) > len(votes)
+
+
+def _numbered(blocks: Sequence[AutoCheckpoint], numbers: Sequence[int]) -> list[AutoCheckpoint]:
+    """Return those of `blocks` that have these numbers, in the order of `numbers`."""
+    by_number = {block.number: block for block in blocks}
+    return [by_number[number] for number in numbers]
 
 
 def _buffers(blocks: Sequence[AutoCheckpoint]) -> list[ShardedBuffer]:

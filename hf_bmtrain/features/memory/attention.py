@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from ...engine.base.torch_internals import TorchDispatchMode, inside_hooks, pytree, schema_of
+from ...engine.base.torch_internals import TorchDispatchMode, detach_in_mode, inside_hooks, pytree, schema_of
 from ...engine.blocks.recompute import Keeps, Recompute
 from .meter import Stopwatch
 
@@ -114,8 +114,14 @@ class _Keep(_Attention):
         # does, copy the output: the call may be in compiled code, where no tensor requires a gradient, and which may
         # reuse the output's memory.
         graph = any(isinstance(value, torch.Tensor) and value.requires_grad for value in args)
-        self._outputs.append(pytree.tree_map_only(torch.Tensor, torch.Tensor.detach if graph else _copied, output))
+        kept = pytree.tree_map_only(torch.Tensor, detach_in_mode if graph else _copied, output)
+        self._outputs.append((kept, _versions(kept)))
         return output
+
+
+def _versions(output: Any) -> list[int]:
+    """Return torch's counters of writes to the tensors in the output of an operator."""
+    return [leaf._version for leaf in pytree.tree_leaves(output) if isinstance(leaf, torch.Tensor)]
 
 
 def _copied(tensor: torch.Tensor) -> torch.Tensor:
@@ -143,8 +149,17 @@ class _Reuse(_Attention):
     def attend(self, function: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
         index = self._next
         self._next += 1
-        output, self._outputs[index] = self._outputs[index], None
-        return function(*args, **kwargs) if output is None else output
+        kept, self._outputs[index] = self._outputs[index], None
+        if kept is None:
+            return function(*args, **kwargs)
+        output, versions = kept
+        if _versions(output) != versions:
+            raise RuntimeError(
+                f"The output of attention ({function}), which use_checkpoint keeps until the backward, was written in "
+                "place after attention had returned it, so that gradients would be wrong. Write to a copy instead, "
+                "such as `output = output * gate` in place of `output.mul_(gate)`."
+            )
+        return output
 
 
 def keep_attention() -> Contexts:

@@ -261,6 +261,7 @@ class Reading:
         attention: for each block, the bytes of the outputs of its attention.
         attention_first: whether keeping only the outputs of attention saves more time per byte than keeping all
             activations.
+        blocks: the numbers of the blocks, which are the same on every rank.
     """
 
     stepped: bool
@@ -268,6 +269,7 @@ class Reading:
     activations: tuple[int, ...] = ()
     attention: tuple[int, ...] = ()
     attention_first: bool = False
+    blocks: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -277,16 +279,19 @@ class Agreed:
     Attributes:
         rooms: for each memory peak of a step (such as the forward's), the bytes that the rank with the least free
             memory may still allocate at that peak.
-        activations: for each block, the bytes of its activations on the rank with the most.
-        attention: for each block, the bytes of the outputs of its attention on the rank with the most.
+        activations: for each of `blocks`, the bytes of its activations on the rank with the most.
+        attention: for each of `blocks`, the bytes of the outputs of its attention on the rank with the most.
         attention_first: whether on every rank, keeping only the outputs of attention saves more time per byte than
             keeping all activations.
+        blocks: the numbers of the blocks that all ranks have, in the order of the readings. A rank may have deleted a
+            model that others still hold.
     """
 
     rooms: list[int]
     activations: list[int]
     attention: list[int]
     attention_first: bool
+    blocks: list[int]
 
 
 def agree(world: World, mine: Reading) -> Agreed | None:
@@ -314,9 +319,12 @@ def combine(readings: Sequence[Reading]) -> Agreed | None:
     rooms = [reading.rooms for reading in readings if reading.rooms is not None]
     if len(rooms) < len(readings) or not any(reading.stepped for reading in readings):
         return None
+    sizes = [dict(zip(each.blocks, zip(each.activations, each.attention), strict=True)) for each in readings]
+    common = [block for block in readings[0].blocks if all(block in each for each in sizes)]
     return Agreed(
         [min(each) for each in zip(*rooms)],
-        [max(sizes) for sizes in zip(*(reading.activations for reading in readings), strict=True)],
-        [max(sizes) for sizes in zip(*(reading.attention for reading in readings), strict=True)],
+        [max(each[block][0] for each in sizes) for block in common],
+        [max(each[block][1] for each in sizes) for block in common],
         all(reading.attention_first for reading in readings),
+        common,
     )

@@ -149,7 +149,9 @@ class MuonOptimizer(AdamOptimizer):
             param_group = {**self._muon_defaults, **param_group}
             _check_settings(param_group)
             parameters = param_group.get("params", ())
-            parameters = [parameters] if isinstance(parameters, torch.Tensor) else [*parameters]
+            param_group["params"] = [parameters] if isinstance(parameters, torch.Tensor) else [*parameters]
+            # As in torch's optimizers, an entry may be a pair of a name and a parameter.
+            parameters = [each[1] if isinstance(each, tuple) else each for each in param_group["params"]]
             unfit = [tuple(p.shape) for p in parameters if not is_matrix(p.shape)]
             if unfit:
                 raise ValueError(
@@ -158,7 +160,6 @@ class MuonOptimizer(AdamOptimizer):
                     f'shape {unfit[0]}. Put them into a group with "muon": False.'
                 )
             refuse_parts(parameters)
-            param_group["params"] = parameters
         super().add_param_group(param_group)
 
     def _of(self, groups: list[dict[str, Any]]) -> MuonOptimizer:

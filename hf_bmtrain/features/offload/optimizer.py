@@ -183,6 +183,8 @@ class AdamOffloadOptimizer(AdamOptimizer):
             state, gradient = states[part.run], gradients[part.run][part.of_run]
             stored, exp_avg, exp_avg_sq = chunk.part(part.of_chunk.start, part.of_chunk.stop)
             master = Master(state.run.weights[part.of_run], stored, exp_avg_sq)
+            if state.run.buffer is None:  # compare the masters here, on the device, so that the host need not wait
+                master.follow_weight()
             steps.update(part.run, Elements(gradient, master, exp_avg, state.index_base + part.of_run.start))
 
         used: dict[ShardedBuffer | torch.nn.Parameter, list[torch.Tensor]] = {}
@@ -232,6 +234,9 @@ class AdamOffloadOptimizer(AdamOptimizer):
         * all parameters of an uneven model (one of which ranks may enter different blocks), because a rank may still
           need a block when others have reduced its gradient.
 
+        If the backward raises an error, the updates that it has made remain, and the gradients that they used are
+        dropped. Training can go on with the next batch.
+
         Returns:
             A context manager for the last backward of a step.
 
@@ -278,7 +283,11 @@ class AdamOffloadOptimizer(AdamOptimizer):
                     lambda _, local_params=local_params: self._update_early(local_params)
                 )
                 hooks.enter_context(update)
-            yield
+            try:
+                yield
+            except BaseException:
+                self._abandon_early()
+                raise
 
     @property
     def updated_in_backward(self) -> bool:
@@ -314,6 +323,22 @@ class AdamOffloadOptimizer(AdamOptimizer):
         self._early.parameters.update(gradient_versions(local_params))
         self._early.settings = _snapshot(self._settings())
 
+    def _abandon_early(self) -> None:
+        """Forget the parameters that were updated in a backward that failed, such as for lack of memory.
+
+        Their gradients are dropped, because otherwise the next `step` would use them a second time.
+        """
+        parameters = self._early.parameters
+        if parameters:
+            _log.warning(
+                "rank %d: a backward inside update_in_backward() failed after it had updated %d parameters. Their "
+                "updates remain, and their gradients are dropped. To undo the updates, load a checkpoint",
+                current_world().rank, len(parameters),
+            )  # fmt: skip
+        for parameter in parameters:
+            parameter.grad = None
+        self._early = _EarlyUpdates()
+
     def _check_early(self) -> None:
         """Raise RuntimeError if gradients or settings have changed since parameters were updated in the backward.
 
@@ -348,6 +373,8 @@ class AdamOffloadOptimizer(AdamOptimizer):
         if self._places:
             self._chunks = cut(runs, self._places, self._in_order(self._not_early()))
             self._mover = DeviceUpdate(self._chunks, self._exp_avg_dtype, runs[0].weights.device)
+            for state in self._states:
+                state.uncounted = False  # because `_update` compares them
         return True
 
     def _kind(self, parameter: torch.nn.Parameter) -> object:
@@ -368,6 +395,7 @@ class AdamOffloadOptimizer(AdamOptimizer):
 
     def _load(self, state_dict: dict, copied: bool) -> None:
         super()._load(state_dict, copied)
+        self._places, self._chunks, self._mover = {}, [], None  # free the old state before the next one is allocated
         self._early = _EarlyUpdates()
 
 

@@ -1,6 +1,7 @@
 """AdamOptimizer on slices against torch.optim.AdamW on whole parameters."""
 
 import copy
+from contextlib import nullcontext
 from unittest import mock
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 import hf_bmtrain as bmt
 from cases import by_default, full, in_full
 from hf_bmtrain.engine.ops import adam_step
+from offloaded import as_on_a_gpu
 from ranks import on_ranks
 from twins import Tower, ids
 
@@ -148,6 +150,87 @@ def ordinary_parameters():
         plain.step()
     for parameter, twin in zip(parameters, twins):
         torch.testing.assert_close(parameter, twin)
+
+
+def train_ordinary(net, optimizer, change, steps=6):
+    """Steps with an unsharded layer, which `change` changes after three of them."""
+    for step in range(steps):
+        if step == 3:
+            change(net)
+        optimizer.zero_grad()
+        weight = next(net.parameters())
+        net(torch.linspace(-1, 1, 8, dtype=weight.dtype).view(2, 4)).float().square().mean().backward()
+        optimizer.step()
+
+
+def replaced(net):
+    for parameter in net.parameters():
+        parameter.data = torch.full_like(parameter, 0.25)
+
+
+def filled(net):
+    torch.nn.utils.vector_to_parameters(torch.full((20,), 0.25), net.parameters())
+
+
+MOVES = [filled, replaced, torch.nn.Module.half, torch.nn.Module.bfloat16]
+
+
+@pytest.mark.parametrize("cls", [bmt.optim.AdamOptimizer, bmt.optim.AdamOffloadOptimizer])
+@pytest.mark.parametrize("move", by_default(MOVES, filled, torch.nn.Module.half), ids=lambda move: move.__name__)
+def test_new_memory_of_an_ordinary_parameter_is_trained(cls, move):
+    torch.manual_seed(0)
+    net = torch.nn.Linear(4, 4)
+    twin = copy.deepcopy(net)
+    optimizer = cls(net.parameters(), **SETTINGS)
+    train_ordinary(net, optimizer, move)
+    train_ordinary(twin, torch.optim.AdamW(twin.parameters(), **SETTINGS), move if move in (filled, replaced) else id)
+    close = {} if net.weight.dtype == torch.float32 else {"rtol": 1e-2, "atol": 2e-3}
+    torch.testing.assert_close(net.weight.float(), twin.weight, **close)
+    assert {int(state["step"]) for state in optimizer.state.values()} == {6}
+    if close:  # the masters that a checkpoint gets are those of the new weights
+        replaced(net)
+        held = optimizer.stored_state()[net.weight]["master"]
+        assert torch.equal(held.to(net.weight.dtype).view_as(net.weight), net.weight)
+
+
+def written_by_data(net):
+    for parameter in net.parameters():
+        parameter.data.fill_(0.5)
+
+
+def write(net):
+    with torch.no_grad():
+        for parameter in net.parameters():
+            parameter.fill_(0.5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, *in_full(torch.bfloat16)], ids=str)
+@pytest.mark.parametrize("on_a_gpu", [True, *in_full(False)])
+@pytest.mark.parametrize("cls", [bmt.optim.AdamOffloadOptimizer, *in_full(bmt.optim.AdamOptimizer)])
+def test_writes_by_data_to_ordinary_parameters_stay(cls, on_a_gpu, dtype):
+    """torch does not count them; with an optimizer in host memory, no step makes the host wait because of that."""
+    results = []
+    for change in (write, written_by_data):
+        torch.manual_seed(0)
+        net = torch.nn.Linear(4, 4).to(dtype)
+        with as_on_a_gpu(0) if on_a_gpu else nullcontext():
+            optimizer = cls(net.parameters(), **SETTINGS)
+            train_ordinary(net, optimizer, change)
+            with mock.patch.object(optimizer, "_finish") as waited:
+                train_ordinary(net, optimizer, id, 2)
+            assert not (waited.called and cls is bmt.optim.AdamOffloadOptimizer and on_a_gpu)
+            written_by_data(net)
+            master = optimizer.stored_state()[net.weight].get("master")
+            assert master is None or (master.to(dtype) == 0.5).all()  # masters round to the weights
+        results.append([net.weight, net.bias])
+    assert all(map(torch.equal, *results))
+
+
+@full
+def test_an_unsupported_new_dtype_is_refused():
+    net = torch.nn.Linear(4, 4)
+    with pytest.raises(ValueError, match="supports float32, float16 and bfloat16 parameters, got torch.float64"):
+        train_ordinary(net, bmt.optim.AdamOptimizer(net.parameters()), torch.nn.Module.double)
 
 
 def gradients_are_only_read():
@@ -303,6 +386,54 @@ def test_dtypes_are_checked():
         bmt.optim.AdamOptimizer([torch.nn.Parameter(torch.ones(3).double())])
     with pytest.raises(ValueError, match="exp_avg_dtype must be"):
         bmt.optim.AdamOptimizer([torch.nn.Parameter(torch.ones(3))], exp_avg_dtype=torch.float16)
+
+
+@pytest.mark.parametrize("setting", ["maximize", *in_full("amsgrad")])
+def test_settings_that_only_torch_has_are_refused(setting):
+    parameters = [torch.nn.Parameter(torch.ones(2))]
+    parameters[0].grad = torch.ones(2)
+    plain = torch.optim.AdamW(parameters, **{setting: True})
+    plain.step()
+    optimizer, state = bmt.optim.AdamOptimizer(parameters, lr=0.5), plain.state_dict()
+    message = f"{setting}=True, which AdamOptimizer does not support"
+    with pytest.raises(ValueError, match=message):
+        optimizer.load_state_dict(state)
+    with pytest.raises(ValueError, match=message):
+        optimizer.add_param_group({"params": [torch.nn.Parameter(torch.ones(2))], setting: True})
+    assert optimizer.param_groups[0]["lr"] == 0.5 and len(optimizer.param_groups) == 1 and not optimizer.state
+    state["param_groups"][0][setting] = False
+    optimizer.load_state_dict(state)
+
+
+def scaled_with_an_empty_group():
+    model = bmt.auto_wrap(Tower())
+    optimizer = bmt.optim.AdamOptimizer([{"params": []}, {"params": list(model.parameters())}], lr=0.1)
+    other = bmt.auto_wrap(Tower())
+    expected = bmt.optim.AdamOptimizer(other.parameters(), lr=0.1)
+    (2 * model(ids(0, bmt.rank()))).backward()
+    other(ids(0, bmt.rank())).backward()
+    optimizer.step(scale=2.0)
+    expected.step()
+    compare(model, other)
+
+
+def integer_step():
+    """As older versions of torch and other libraries save it."""
+    model = bmt.auto_wrap(Tower())
+    optimizer = bmt.optim.AdamOptimizer(model.parameters())
+    model(ids(0, bmt.rank())).backward()
+    optimizer.step()
+    state = optimizer.state_dict()
+    for values in state["state"].values():
+        values["step"] = int(values["step"])
+    optimizer.load_state_dict(state)
+    optimizer.step()
+    assert {int(held["step"]) for held in optimizer.state.values()} == {2}
+
+
+@pytest.mark.parametrize("case", [integer_step, *in_full(scaled_with_an_empty_group)], ids=lambda case: case.__name__)
+def test_unusual_forms(world, case):
+    world(2)(case)
 
 
 OPTIMIZERS = [bmt.optim.AdamOptimizer, *in_full(bmt.optim.AdamOffloadOptimizer)]

@@ -14,6 +14,7 @@ from hf_bmtrain.engine.sharding.parameter import DistributedParameter
 from inner import note_parts
 from log_lines import log_lines
 from offloaded import DTYPES, as_on_a_gpu
+from ranks import on_ranks
 from twenty_steps import OPTIONS, groups
 from twins import WIDTH, Tower, ids
 
@@ -288,6 +289,40 @@ def an_error_in_backward_leaves_no_hooks():
             raise ZeroDivisionError
     assert handles
     assert not any(handle.id in handle.hooks_dict_ref() for handle in handles), "hooks are left"
+
+
+class Failing(torch.autograd.Function):
+    """The identity, whose backward runs out of memory."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        raise torch.OutOfMemoryError("no memory")
+
+
+@on_ranks(1)
+def test_training_goes_on_after_an_error_in_backward():
+    """The batch is left out, except in the blocks that were updated before the error: the log says so."""
+    trainee = Early(bmt.optim.AdamOffloadOptimizer, torch.float32, True)
+    for number in range(2):
+        trainee.step(number)
+    handle = trainee.model.layers[0].register_forward_hook(lambda *arguments: Failing.apply(arguments[-1]))
+    trainee.manager.zero_grad()
+    with log_lines(logging.WARNING) as lines, pytest.raises(torch.OutOfMemoryError):
+        with trainee.optimizer.update_in_backward():
+            trainee.backward(2)
+    handle.remove()
+    assert not trainee.optimizer.updated_in_backward
+    assert any("had updated 3 parameters" in line for line in lines), lines
+    assert trainee.model.layers[2].linear.weight.grad is None  # its gradient was used
+    for early in (True, False):
+        trainee._early = early
+        trainee.step(3 + early)
+    counts = [int(trainee.optimizer.state[layer.gain]["step"]) for layer in trainee.model.layers]
+    assert counts == [4, 4, 5]
 
 
 class TwoTowers(torch.nn.Module):

@@ -1,10 +1,14 @@
 """The end of a step: clipping, loss scale, skipping, schedulers."""
 
+from unittest import mock
+
 import pytest
 import torch
 
 import hf_bmtrain as bmt
 from cases import by_default
+from hf_bmtrain.engine.base.torch_internals import StorageWeakRef
+from hf_bmtrain.engine.optim import manager as manager_file
 from ranks import on_ranks
 from twins import Tower, ids
 
@@ -135,6 +139,33 @@ def clipped_in_parts(loss_scale):
         torch.testing.assert_close(state[key], value, rtol=1e-5, atol=1e-6)
 
 
+def clipped_before_the_last_backward(loss_scale):
+    """Clipping after every micro-batch of an accumulation is torch's; what is zeroed or None is not clipped again."""
+    model, optimizer, manager, _ = make(loss_scale, torch.optim.SGD)
+    twin = Tower()
+    plain = torch.optim.SGD(twin.parameters(), lr=1e-2)
+    for step in range(3):
+        if step == 2:  # a micro-batch is given up
+            manager.backward(model(ids(9, bmt.rank())) * float("nan"))
+            manager.clip_grad_norm(optimizer.param_groups, 0.1)
+        manager.zero_grad(set_to_none=step < 2)
+        plain.zero_grad()
+        plain.param_groups[0]["lr"] = optimizer.param_groups[0]["lr"]
+        for micro, factor in enumerate((1e3, 1e-1, 1.0)):
+            manager.backward(model(ids(10 * step + micro, bmt.rank())) * factor)
+            losses = [twin(ids(10 * step + micro, other)) for other in range(bmt.world_size())]
+            (torch.stack(losses).mean() * factor).backward()
+            if micro < 2:
+                norm = manager.clip_grad_norm(optimizer.param_groups, 0.1)
+                expected = torch.nn.utils.clip_grad_norm_(twin.parameters(), 0.1)
+                torch.testing.assert_close(norm, expected, rtol=1e-5, atol=0)
+        manager.step()
+        plain.step()
+    state = model.state_dict()
+    for key, value in twin.state_dict().items():
+        torch.testing.assert_close(state[key], value, rtol=1e-5, atol=1e-6)
+
+
 def overflow_outside_what_was_clipped():
     model, optimizer, manager, _ = make(16.0)
     before = model.state_dict()
@@ -194,10 +225,12 @@ CLIPPING = [
 DEFAULT = [
     (clipped, 0.05, 64.0, 2, "adam"), (clipped, 0.05, None, float("inf"), "sgd"),
     (scripted_overflows, "adam"), (clipped_in_parts, 64.0), (two_optimizers,), (torch_clipping_and_scaler,),
+    (clipped_before_the_last_backward, 64.0),
 ]  # fmt: skip
 CASES = [
     *CLIPPING, (scripted_overflows, "adam"), (scripted_overflows, "sgd"), (overflow_without_loss_scale,),
     (clipped_in_parts, None), (clipped_in_parts, 64.0), (overflow_outside_what_was_clipped,),
+    (clipped_before_the_last_backward, None), (clipped_before_the_last_backward, 64.0),
     (two_optimizers,), (torch_clipping_and_scaler,), (reductions_of_gradients_are_global,),
 ]  # fmt: skip
 
@@ -207,6 +240,33 @@ CASES = [
 )
 def test_manager(world, case):
     world(2)(*case)
+
+
+class LateFlag(manager_file.HostFlag):
+    def __init__(self, flag):
+        super().__init__(flag)
+        self.immediate = False
+
+
+@on_ranks(1)
+def test_gradients_are_freed_whoever_drops_them():
+    """While the host does not know yet whether the step was skipped, as on a GPU."""
+    for by_optimizer in (False, True):
+        model, optimizer, manager, _ = make()
+        with mock.patch.object(manager_file, "HostFlag", LateFlag):
+            for step in range(2):
+                manager.backward(model(ids(step, 0)))
+                manager.step()
+                gradients = [p.grad.as_subclass(torch.Tensor) for p in model.parameters()]
+                storages = [StorageWeakRef(gradient.untyped_storage()) for gradient in gradients]
+                del gradients
+                (optimizer if by_optimizer else manager).zero_grad()
+                model(ids(step, 0))
+                assert all(storage.expired() for storage in storages), by_optimizer
+            manager.backward(model(ids(0, 0)) * float("inf"))
+            manager.step()
+            manager.backward(model(ids(1, 0)))  # ends the skipped step, whose gradients are dropped
+            assert all(p.grad.isfinite().all() for p in model.parameters())
 
 
 @on_ranks(1)

@@ -178,6 +178,30 @@ def twice():
         assert equal(first, [p.gather_gradient() for p in model.parameters()])
 
 
+class Gating(nn.Module):
+    """Attention whose output is multiplied in place."""
+
+    def __init__(self):
+        super().__init__()
+        self.project = nn.Linear(WIDTH, 3 * WIDTH)
+
+    def forward(self, x):
+        parts = [part.unflatten(-1, (2, -1)).transpose(-2, -3) for part in self.project(x).chunk(3, -1)]
+        y = nn.functional.scaled_dot_product_attention(*parts, is_causal=True)
+        return x + y.mul_(parts[0].sigmoid()).transpose(-2, -3).flatten(-2)
+
+
+@on_ranks(1)
+def test_an_output_that_was_written_in_place_is_refused():
+    """As without recomputation, where autograd refuses it."""
+    for use_checkpoint, message in ((False, "modified by an inplace operation"), ("attention", "written in place")):
+        model = tower()
+        model.layers = nn.ModuleList([Gating() for _ in range(2)])
+        loss = bmt.auto_wrap(model, use_checkpoint=use_checkpoint)(ids(0, 0))
+        with pytest.raises(RuntimeError, match=message):
+            loss.backward()
+
+
 def test_which_calls_are_kept():
     values = torch.randn(2, 2, 8, 16)
     aten = torch.ops.aten

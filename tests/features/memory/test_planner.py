@@ -309,6 +309,41 @@ def two_models():
         assert len(shared) == 1 and plan not in shared, "the last models' maxima hold"
 
 
+def trained(model, steps, optimizer_steps=True):
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(steps):
+        model(ids(step, bmt.rank())).backward()
+        if optimizer_steps:
+            optimizer.step()
+        optimizer.zero_grad()
+    return model
+
+
+def kept_on_one_rank():
+    """Rank 0 holds the best model so far, which the others have deleted: all start a new plan."""
+    with memory_of(ENOUGH):
+        best = trained(bmt.auto_wrap(Tower(), use_checkpoint="auto"), 2)
+        assert kept(best) == "111"
+        if bmt.rank():
+            del best
+        model = trained(bmt.auto_wrap(Tower(2), use_checkpoint="auto"), 3)
+        assert kept(model) == "11"
+
+
+def deleted_on_one_rank():
+    """Of two models that were measured together, the one that every rank still has is planned for."""
+    for later in (False, True):  # whether the other one is measured only then
+        with memory_of(ENOUGH):
+            old, model = (bmt.auto_wrap(Tower(count), use_checkpoint="auto") for count in (3, 2))
+            trained(old, 2, optimizer_steps=False)
+            if not later:
+                trained(model, 2, optimizer_steps=False)
+            if bmt.rank():
+                del old
+            trained(model, 4)
+            assert kept(model) == "11"
+
+
 def a_torch_whose_hooks_cannot_be_read():
     """As 2.6: refused with the way out."""
     with memory_of(ENOUGH), mock.patch.object(memory_feature, "top_saved_tensors_hooks", None):
@@ -569,7 +604,7 @@ DECISIONS = [
     measured_then_planned, offloaded_inputs_count, rank_dependent_room, waits_for_the_optimizer,
     larger_batches, more_is_allocated,
     less_is_usable, fixed, gradients_of_the_last_step, forwards_ahead_of_backward, dropped_forward,
-    inside_a_reentrant_checkpoint, two_models, asked_for_later,
+    inside_a_reentrant_checkpoint, two_models, kept_on_one_rank, deleted_on_one_rank, asked_for_later,
     a_torch_whose_hooks_cannot_be_read, on_the_cpu, told_once,
 ]  # fmt: skip
 
@@ -583,6 +618,8 @@ DECISIONS = [
         larger_batches,
         gradients_of_the_last_step,
         dropped_forward,
+        kept_on_one_rank,
+        deleted_on_one_rank,
     ),
     ids=lambda case: case.__name__,
 )

@@ -325,6 +325,25 @@ def test_refusals():
             bmt.optim.MuonOptimizer(params, **options)
 
 
+@on_ranks(2)
+def test_groups_with_names_and_empty_groups():
+    models = [bmt.auto_wrap(Tower()) for _ in range(2)]
+    optimizers = []
+    for named, model in enumerate(models):
+        matrices = [(name, p) for name, p in model.named_parameters() if name.endswith("linear.weight")]
+        others = [(name, p) for name, p in model.named_parameters() if not name.endswith("linear.weight")]
+        parts = [(matrices, True), (others, False)] + ([] if named else [([], True), ([], False)])
+        optimizers.append(bmt.optim.MuonOptimizer([
+            {"params": members if named else [p for _, p in members], "muon": muon} for members, muon in parts
+        ]))  # fmt: skip
+        for step in range(2):
+            model(ids(step, bmt.rank())).backward()
+            optimizers[-1].step()
+            optimizers[-1].zero_grad()
+    assert all(torch.equal(a, b) for a, b in zip(*(model.state_dict().values() for model in models)))
+    assert optimizers[1].param_groups[0]["param_names"][0] == "layers.0.linear.weight"
+
+
 @needs_torch_muon
 @on_ranks(2)
 def test_torch_muon_is_refused():

@@ -3,6 +3,7 @@
 AdamOptimizer keeps float32 masters here, or both forms of them are compared.
 """
 
+import copy
 import gc
 import pickle
 import weakref
@@ -15,7 +16,9 @@ import hf_bmtrain as bmt
 from cases import by_default, full, in_full
 from float_masters import FloatMasters
 from hf_bmtrain.engine.base import pinned
+from hf_bmtrain.engine.base.torch_internals import StorageWeakRef
 from hf_bmtrain.engine.sharding.pending_update import PendingUpdate
+from hf_bmtrain.features.offload import slabs
 from inner import chunks_of, run_of
 from offloaded import DTYPES, Trainee, as_on_a_gpu, assert_equal, the_same
 from twenty_steps import OPTIONS, groups
@@ -383,6 +386,26 @@ def test_gradients_are_kept_until_the_current_stream_has_waited():
     assert ticket.waited
     gc.collect()
     assert alive() is None
+
+
+def test_a_load_frees_the_old_state_before_the_next_one_is_allocated():
+    parameter = torch.nn.Parameter(torch.ones(1000))
+    parameter.grad = torch.ones_like(parameter)
+    found, storages, allocate = [], [], slabs.pinned_bytes
+
+    def noting(*arguments):
+        gc.collect()
+        found.append([not storage.expired() for storage in storages])
+        memory = allocate(*arguments)
+        storages.append(StorageWeakRef(memory.untyped_storage()))
+        return memory
+
+    with as_on_a_gpu(0), mock.patch.object(slabs, "pinned_bytes", noting):
+        optimizer = bmt.optim.AdamOffloadOptimizer([parameter])
+        for _ in range(2):
+            optimizer.step()
+            optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    assert found == [[], [False]]
 
 
 def test_too_little_memory_is_said_with_the_numbers():

@@ -331,6 +331,10 @@ class Schedule:
         if self._pass is not None:
             self._pass.readers[reader] = True
 
+    def is_reading(self, reader: OnDemandGather) -> bool:
+        """Return whether a forward pass is running that has read the root parameters that `reader` all-gathers."""
+        return self._pass is not None and reader in self._pass.readers
+
     def record(self, block: BackwardParticipant) -> None:
         """Register in the running forward pass that it called `block`.
 

@@ -202,15 +202,81 @@ def returned_views_of_parameters():
     check_gradients(model, twin)
 
 
+class Probing(nn.Linear):
+    """Runs a backward between two uses of its weight."""
+
+    def forward(self, x):
+        weight = self.weight
+        inner = nn.functional.linear(x.detach().requires_grad_(), weight)
+        (0 * inner).sum().backward()
+        return nn.functional.linear(x, weight, self.bias)
+
+
+class Saliency(nn.Module):
+    """Its forward computes a gradient, after and before it reads its own parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.gain = nn.Parameter(torch.rand(WIDTH))
+        self.embedding = nn.Embedding(11, WIDTH)
+        self.layers = nn.ModuleList([Layer() for _ in range(2)])
+        self.head = Probing(WIDTH, 3)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        gain = self.gain
+        first = self.embedding(ids) * gain
+        x = y = first.detach().requires_grad_()
+        for layer in self.layers:
+            y = layer(y)
+        (slope,) = torch.autograd.grad(self.head(y).square().sum(), x)
+        return self.head(self.layers[0](first + slope) * gain).square().mean()
+
+
+def gradient_inside_forward():
+    check_twins(Saliency, loss, steps=2)
+    model = bmt.auto_wrap(Saliency())
+    with torch.no_grad(), torch.enable_grad():
+        model(ids(0, bmt.rank()))
+    model(ids(0, bmt.rank())).backward()
+    assert not model.gain.buffer.is_unsharded
+
+
+def failed_backward_inside_forward():
+    """The forward goes on with the views of parameters that it has."""
+
+    class Failing(Saliency):
+        def forward(self, ids: torch.Tensor) -> torch.Tensor:
+            x = self.embedding(ids)
+            gain = self.gain
+            scaled = x * gain
+            scaled.register_hook(fail)
+            with pytest.raises(ArithmeticError):
+                torch.autograd.grad(self.head(scaled).square().sum(), x)
+            y = self.layers[0](self.embedding(ids))
+            return self.head(y * gain).square().mean()
+
+    def fail(gradient: torch.Tensor) -> None:
+        raise ArithmeticError
+
+    check_twins(Failing, loss, steps=2)
+
+
 MAKERS = [Language, with_detached_head, frozen_head, read_in_the_parent]
 CASES = [(equal_to_plain_torch, make, tied) for make in MAKERS for tied in (False, True)]
 CASES += [(accumulated_and_interleaved, make, tied) for make in MAKERS[::3] for tied in (False, True)]
 CASES += [(backward_twice,), (saved_activation_modified,), (returned_views_of_parameters,)]
+CASES += [(gradient_inside_forward,), (failed_backward_inside_forward,)]
 CASES += [(untied_are_whole_while_needed,), (tied_is_whole_until_the_head_is_done,), (read_in_the_parent_stays_whole,)]
 
 each_case = pytest.mark.parametrize(
     "case",
-    by_default(CASES, (equal_to_plain_torch, Language, True), (read_in_the_parent_stays_whole,)),
+    by_default(
+        CASES,
+        (equal_to_plain_torch, Language, True),
+        (read_in_the_parent_stays_whole,),
+        (gradient_inside_forward,),
+    ),
     ids=lambda case: "-".join(str(getattr(c, "__name__", c)) for c in case),
 )
 

@@ -218,7 +218,9 @@ def distribute(module: torch.nn.Module, schedule: Schedule) -> None:
 
 @functools.cache
 def _distributed_class(cls: Any) -> type[torch.nn.Module]:
-    parts = [name for name in dir(cls) if _PARTS.fullmatch(name) and inspect.isfunction(getattr(cls, name))]
+    # `getattr` returns a function for a static method, too, which has no `self` whose parameters it could read.
+    static = inspect.getattr_static
+    parts = [name for name in dir(cls) if _PARTS.fullmatch(name) and inspect.isfunction(static(cls, name))]
     # Wrap `generate` only if the model defines it, because it may then read parameters. The `generate` that models
     # inherit from transformers (it has the argument synced_gpus) only calls the model.
     if "generate" in parts and "synced_gpus" in inspect.signature(cls.generate).parameters:

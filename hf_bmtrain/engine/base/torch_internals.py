@@ -43,6 +43,10 @@ current_graph_task: Callable[[], int] = _C._current_graph_task_id
 """Return a number that identifies the backward that is running in this thread, or -1 if none is running. There is no
 public equivalent."""
 
+next_node: Callable[[], int] = _C._autograd._get_sequence_nr
+"""Return the number that the next node of this thread's autograd graph gets (`Node._sequence_nr`). Numbers increase, so
+they show whether a tensor was computed after some moment. There is no public equivalent."""
+
 call_after_backward: Callable[[Callable[[], None]], None] = _engine.queue_callback
 """Register a function to be called when the running backward ends. There is no public equivalent: public hooks run for
 one tensor or one graph node."""

@@ -20,7 +20,7 @@ from .autograd import enter_backward, leave_backward, uncached_autocast
 from .containers import copy_views, tensors_in
 from .recompute import ALWAYS, InputStore, Keeps, Recompute, Replay
 from .recomputed_graph import CannotRecompute, NotCompiled, RecomputedGraphs
-from .schedule import Schedule
+from .schedule import ForwardPass, Schedule
 
 _log_once = functools.cache(logging.getLogger("hf_bmtrain").info)
 _WHOLE_FORWARD = "The recomputation of compiled blocks repeats their whole forward, because %s"
@@ -150,8 +150,8 @@ class BlockState:
                 "sharded block does not support this, because the gradients would be wrong. Write `x = x + y` instead "
                 "of `x += y` in the layer's forward."
             )
-        shown = [buffer.version for buffer in self.buffers]
-        outputs, differentiable = enter_backward(self.before_backward, shown, outputs, filled)
+        token = self.schedule.running, [buffer.version for buffer in self.buffers]
+        outputs, differentiable = enter_backward(self.before_backward, token, outputs, filled)
         self.pending += differentiable
         if differentiable:
             self.schedule.record(self)
@@ -330,17 +330,19 @@ class BlockState:
 
     # -- backward -----------------------------------------------------------------------------------------------
 
-    def before_backward(self, token: list[int]) -> None:
+    def before_backward(self, token: tuple[ForwardPass | None, list[int]]) -> None:
         """Unshard the block for its backward, and prefetch the previous block. Collective: every rank must call it.
 
         Autograd calls this when it reaches the block's outputs. Raises RuntimeError if the weights were modified since
         the forward.
 
-        token: the version counters of the block's shards at the end of the forward.
+        token: the forward pass in which the block was called, if any, and the version counters of the block's shards at
+            the end of the block's forward.
         """
-        self.schedule.join_backward(self)
+        forward_pass, versions = token
+        self.schedule.join_backward(self, forward_pass)
         self.recompute.backward_begins(recomputed=False)
-        if token != [buffer.version for buffer in self.buffers]:
+        if versions != [buffer.version for buffer in self.buffers]:
             raise RuntimeError(
                 "The weights of a block changed between its forward and its backward, for example by an optimizer step "
                 "or by loading weights, so its gradients would be wrong. Run forward again."

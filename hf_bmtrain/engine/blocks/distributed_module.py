@@ -168,19 +168,27 @@ class DistributedModule(ShardedModule):
         children, nothing is tracked. Nothing is tracked either if gradients are disabled, because autograd then saves
         nothing.
 
+        A backward may begin at a tensor that the module keeps in an attribute, or gives to a hook. So such tensors are
+        watched like the outputs of the model (`Schedule.watch`).
+
         function: this module's forward, or a method that runs a part of it.
         args, kwargs: the arguments of `function`.
         """
-        if self._modules or not torch.is_grad_enabled():
+        if not torch.is_grad_enabled():
             return function(*args, **kwargs)
-        slices = [p for p in self._parameters.values() if type(p) is DistributedParameter and p.buffer.sharded]
-        if not slices:
-            return function(*args, **kwargs)
-        own = list(dict.fromkeys(OnDemandGather.of(p, self._schedule) for p in slices))
-        with watch(own):
+        parameters = () if self._modules else self._parameters.values()
+        slices = [p for p in parameters if type(p) is DistributedParameter and p.buffer.sharded]
+        compiling = torch.compiler.is_compiling()
+        if slices:
+            own = list(dict.fromkeys(OnDemandGather.of(p, self._schedule) for p in slices))
+            with watch(own):
+                outputs = function(*args, **kwargs)
+                let_out = _let_out_untraced if compiling else _let_out
+                let_out(self, own, (*args, *kwargs.values()), outputs)
+        else:
             outputs = function(*args, **kwargs)
-            let_out = _let_out_untraced if torch.compiler.is_compiling() else _let_out
-            let_out(self, own, (*args, *kwargs.values()), outputs)
+        if not compiling:
+            self._schedule.watch(self, outputs)
         return outputs
 
     # -- weights in and out -------------------------------------------------------------------------------------
@@ -218,7 +226,9 @@ def distribute(module: torch.nn.Module, schedule: Schedule) -> None:
 
 @functools.cache
 def _distributed_class(cls: Any) -> type[torch.nn.Module]:
-    parts = [name for name in dir(cls) if _PARTS.fullmatch(name) and inspect.isfunction(getattr(cls, name))]
+    # `getattr` returns a function for a static method, too, which has no `self` whose parameters it could read.
+    static = inspect.getattr_static
+    parts = [name for name in dir(cls) if _PARTS.fullmatch(name) and inspect.isfunction(static(cls, name))]
     # Wrap `generate` only if the model defines it, because it may then read parameters. The `generate` that models
     # inherit from transformers (it has the argument synced_gpus) only calls the model.
     if "generate" in parts and "synced_gpus" in inspect.signature(cls.generate).parameters:

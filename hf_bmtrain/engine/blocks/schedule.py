@@ -5,19 +5,21 @@ from __future__ import annotations
 import logging
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
-from ..base.torch_internals import call_after_backward, current_graph_task
+from ..base.torch_internals import call_after_backward, current_graph_task, next_node
 from ..comm.communicator import Gather
 from ..comm.object_comm import ObjectComm
 from ..comm.reduce import Reduction
 from ..sharding.buffer import ShardedBuffer
 from ..sharding.gradient import GradientBuffer
 from ..sharding.on_demand import OnDemandGather
+from ..tensors.backward import double_backward
+from .containers import tensors_in
 from .negotiation import BACKWARD, EVALUATION, FORWARD, Negotiation
 from .observer import Kind, Observer, ObserverHandle, Observers
 
@@ -57,7 +59,8 @@ class ForwardPass:
     around the block. If it is not, the call is a new forward, which has its own backward.
 
     Args:
-        enter: a function that is called with this forward pass when a backward reaches the outputs of the forward.
+        enter: a function that is called with this forward pass when a backward reaches the forward. It returns False if
+            this backward has reached it before.
         negotiation: see the attribute.
 
     Attributes:
@@ -65,16 +68,19 @@ class ForwardPass:
             outside blocks) that the forward has read. `unwatched` is True until `end` sets it to whether this buffer
             must stay unsharded during the whole backward.
         blocks: the blocks that this forward called and of which an output requires a gradient.
+        token: the version counters of the flat buffers of root parameters at the end of the forward. None before it.
         negotiation: makes the ranks agree on each collective, if they may enter different blocks; otherwise None.
         entry: FORWARD, or EVALUATION if gradients are disabled. `negotiation` writes this constant to the collective
             log, the list of operations that the ranks compare.
     """
 
-    def __init__(self, enter: Callable[[ForwardPass], None], negotiation: Negotiation | None) -> None:
+    def __init__(self, enter: Callable[[ForwardPass], bool], negotiation: Negotiation | None) -> None:
         self._enter, self.negotiation = enter, negotiation
         self.entry = FORWARD if torch.is_grad_enabled() else EVALUATION
         self.readers: dict[OnDemandGather, bool] = {}
         self.blocks: set[Any] = set()
+        self.token: list[int] | None = None
+        self._first_node = next_node()
 
     # -- forward ------------------------------------------------------------------------------------------------
 
@@ -85,7 +91,25 @@ class ForwardPass:
         that the parameters were not modified meanwhile.
         """
         self.readers = {reader: reader.unwatched for reader in self.readers}
-        return [reader.version for reader in self.readers]
+        self.token = [reader.version for reader in self.readers]
+        return self.token
+
+    def watch(self, tensors: Iterable[Any]) -> None:
+        """Let also a backward that begins at one of `tensors`, instead of the outputs, call `before_backward`.
+
+        tensors: any values. Those that are not tensors, and tensors that were computed before this forward or without
+            autograd, are ignored.
+        """
+        for tensor in tensors:
+            if type(tensor) is torch.Tensor and (node := tensor.grad_fn) is not None:
+                if node._sequence_nr() >= self._first_node:  # pyright: ignore[reportAttributeAccessIssue]
+                    tensor.register_hook(self._reached)
+
+    def _reached(self, gradient: torch.Tensor) -> None:
+        if torch.is_grad_enabled():
+            raise double_backward()
+        if self.token is not None:  # otherwise the forward is still running, and has the parameters
+            self.before_backward(self.token)
 
     def check_unwritten(self) -> None:
         """Raise RuntimeError if the forward modified a root parameter (one outside blocks) that it read."""
@@ -114,7 +138,9 @@ class ForwardPass:
     def before_backward(self, token: list[int]) -> None:
         """Start the all-gathers of the root parameters that backward needs. Collective: every rank must call it.
 
-        Root parameters are those outside blocks. Raises RuntimeError if they were modified since the forward read them.
+        It is called when a backward reaches the outputs, a block, or one of the tensors passed to `watch`. Only the
+        first call in a backward has an effect. Root parameters are those outside blocks. Raises RuntimeError if they
+        were modified since the forward read them.
 
         token: the version counters of the parameters' flat buffers at the end of the forward, as returned by `end`.
         """
@@ -124,7 +150,8 @@ class ForwardPass:
                 "example by an optimizer step or by loading weights, so the gradients would be wrong. Run forward "
                 "again."
             )
-        self._enter(self)
+        if not self._enter(self):
+            return
         readers = list(self.readers.items())
         if (negotiation := self.negotiation) is not None:  # ranks may have read the buffers in different orders
             readers.sort(key=lambda pair: negotiation.gather_order(pair[0].buffers))
@@ -165,6 +192,7 @@ class Schedule:
             current number of nested forwards.
         observers: this rank's observers, the objects whose methods are called at events of training.
         negotiation: makes the ranks agree on each collective of models in which they may enter different blocks.
+        running: the forward pass that is running, or None.
         backwards: the number of backwards that have ended.
         collective_layers: whether layers of any model issue collectives in their own forwards. A recomputation repeats
             these collectives, so all ranks must then recompute the same forwards.
@@ -179,7 +207,7 @@ class Schedule:
         self.negotiation = Negotiation(control, self._start)
         self.observers = Observers()
         self.backwards = 0
-        self._pass: ForwardPass | None = None
+        self.running: ForwardPass | None = None
         self._calibrates = False
         self._members: dict[
             int, dict[BackwardParticipant, None]
@@ -295,14 +323,14 @@ class Schedule:
         if uneven:
             self.shards.publish()
         begun = ForwardPass(self._enter_pass, self.negotiation if uneven else None)
-        outer, self._pass = self._pass, begun
+        outer, self.running = self.running, begun
         try:
             with self.inside:
                 yield begun
                 if uneven:
                     self.negotiation.finish(begun.entry)
         finally:
-            self._pass = outer
+            self.running = outer
 
     @contextmanager
     def calibration(self) -> Iterator[None]:
@@ -312,8 +340,8 @@ class Schedule:
         `repeats` is True, so that the rehearsal does not count as a forward for observers. At its end, root parameters
         (those outside blocks) that only the rehearsal has read are resharded.
         """
-        outer = {} if self._pass is None else self._pass.readers
-        with self.forward(self._pass is not None and self._pass.negotiation is not None) as own:
+        outer = {} if self.running is None else self.running.readers
+        with self.forward(self.running is not None and self.running.negotiation is not None) as own:
             self._calibrates = True
             try:
                 yield
@@ -328,8 +356,25 @@ class Schedule:
         The forward pass reshards them at its end if no backward will follow, and otherwise prepares them for the
         backward.
         """
-        if self._pass is not None:
-            self._pass.readers[reader] = True
+        if self.running is not None:
+            self.running.readers[reader] = True
+
+    def is_reading(self, reader: OnDemandGather) -> bool:
+        """Return whether a forward pass is running that has read the root parameters that `reader` all-gathers."""
+        return self.running is not None and reader in self.running.readers
+
+    def watch(self, module: torch.nn.Module, outputs: Any) -> None:
+        """Watch the tensors of the running forward pass that a loss may use although the model does not return them.
+
+        These are the attributes of `module`, and its outputs if it has forward hooks, which may keep them.
+
+        module: a module outside blocks, whose forward has ended.
+        outputs: its return value.
+        """
+        if self.running is not None:
+            self.running.watch([*vars(module).values(), *module._buffers.values()])
+            if module._forward_hooks:
+                self.running.watch(tensors_in((outputs,), set(), []))
 
     def record(self, block: BackwardParticipant) -> None:
         """Register in the running forward pass that it called `block`.
@@ -337,8 +382,8 @@ class Schedule:
         In the backward of this forward, `was_recorded` then returns True for the block. Call this only if an output of
         the block requires a gradient.
         """
-        if self._pass is not None:
-            self._pass.blocks.add(block)
+        if self.running is not None:
+            self.running.blocks.add(block)
 
     def gather(self, *buffers: ShardedBuffer) -> None:
         """Start the all-gathers of flat buffers, in this order, except those of buffers that are unsharded already.
@@ -368,7 +413,7 @@ class Schedule:
         if self._passes:
             uneven = any(each.negotiation is not None for passes in self._passes.values() for each in passes)
             return BACKWARD if uneven else None
-        return None if self._pass is None or self._pass.negotiation is None else self._pass.entry
+        return None if self.running is None or self.running.negotiation is None else self.running.entry
 
     def open_block(self, block: BlockState | None, prefetched: BlockState | None) -> None:
         """Reshard the blocks that are not needed when `block` starts: those that were left unsharded or prefetched.
@@ -400,7 +445,7 @@ class Schedule:
 
     # -- backward -----------------------------------------------------------------------------------------------
 
-    def join_backward(self, member: BackwardParticipant) -> None:
+    def join_backward(self, member: BackwardParticipant, forward_pass: ForwardPass | None = None) -> None:
         """Add a participant to the running backward. At its end, `finish_backward` of every participant is called.
 
         Each backward has its own participants, because a backward that runs inside another one (in a reentrant
@@ -408,17 +453,27 @@ class Schedule:
 
         member: for example a block, or the OnDemandGather of a root buffer (a flat buffer of parameters outside
             blocks). Adding it again has no effect.
+        forward_pass: the forward pass of which backward has now reached a part, if known. It may be the first part: a
+            loss may depend on an activation inside the model, and not on the outputs.
         """
-        self._members_of(current_graph_task())[member] = None
+        task = current_graph_task()
+        if forward_pass is not None and forward_pass not in self._passes.get(task, ()):
+            if forward_pass.token is not None:  # otherwise this backward runs inside the forward
+                forward_pass.before_backward(forward_pass.token)
+        self._members_of(task)[member] = None
 
-    def _enter_pass(self, forward_pass: ForwardPass) -> None:
-        """Register that the running backward has reached the outputs of `forward_pass`.
+    def _enter_pass(self, forward_pass: ForwardPass) -> bool:
+        """Register that the running backward has reached `forward_pass`. Return False if it is registered already.
 
         Until this backward ends, `was_recorded` then returns True for the blocks in `forward_pass.blocks`.
         """
         task = current_graph_task()
         self._members_of(task)
-        self._passes.setdefault(task, []).append(forward_pass)
+        passes = self._passes.setdefault(task, [])
+        if forward_pass in passes:
+            return False
+        passes.append(forward_pass)
+        return True
 
     def _members_of(self, task: int) -> dict[BackwardParticipant, None]:
         assert task != -1, "no backward is running"
@@ -435,7 +490,7 @@ class Schedule:
         runs inside another one, the forwards of both are considered.
 
         Returns None if the forward is not known: the block was called outside a sharded model, or backward started from
-        an activation inside the model.
+        an activation that no block computed.
         """
         passes = [each for passes in self._passes.values() for each in passes]
         return any(block in each.blocks for each in passes) if passes else None

@@ -174,7 +174,7 @@ class OnDemandGather:
         self._buffer.check_unwritten(copies)
 
     def _release_if_unneeded(self) -> None:
-        if not self.unwatched and not self._saved:
+        if not (self._watched or self.unwatched or self._saved):
             self._buffer.reshard()
 
     def reshard(self) -> None:
@@ -206,7 +206,7 @@ class OnDemandGather:
             views that this object does not know of, so the full parameters are gathered in any case.
         """
         self._schedule.join_backward(self)
-        self.unwatched = unwatched
+        self.unwatched = unwatched or (self.unwatched and self._schedule.is_reading(self))
         if unwatched or self._saved:
             self._schedule.gather(self._buffer)
         if unwatched:
@@ -218,16 +218,21 @@ class OnDemandGather:
         """Free the full parameters and start to average their gradients over the ranks. Called when backward ends.
 
         Collective: every rank must call it. The full parameters are not freed if this backward runs inside another one
-        (in a reentrant checkpoint) that still needs them.
+        (in a reentrant checkpoint) that still needs them, or inside a forward that has read them.
         """
         if not self._schedule.is_member(self):
-            self.reshard()
+            self._end_backward()
         if self._buffer.gradient.trainable:
             self._schedule.send([self._buffer.gradient])
 
+    def _end_backward(self) -> None:
+        # A forward may compute gradients by itself. It then still has the views of the parameters that it has read.
+        if not self._schedule.is_reading(self):
+            self.reshard()
+
     def abandon_backward(self) -> None:
         """Free the full parameters and drop their gradients, after an exception in the backward."""
-        self.reshard()
+        self._end_backward()
         self._buffer.gradient.discard()
 
 

@@ -106,10 +106,10 @@ class ShardBase:
     def grad(self) -> torch.Tensor | None:
         """The gradient, or None. It is sharded like this tensor: each rank stores the same elements of both.
 
-        If `.grad` is set to a full tensor, only this rank's elements of it are kept. The gradient is stored in torch's
-        own `.grad`, and also in the Python attribute `grad_now`, because reading torch's own `.grad` calls
-        `__torch_function__`, which takes 15 times as long. In each step, gradient clipping reads the gradient four
-        times and the optimizer three times.
+        If `.grad` is set to a full tensor, only this rank's elements of it are kept. It may also be set to these
+        elements (n,). The gradient is stored in torch's own `.grad`, and also in the Python attribute `grad_now`,
+        because reading torch's own `.grad` calls `__torch_function__`, which takes 15 times as long. In each step,
+        gradient clipping reads the gradient four times and the optimizer three times.
         """
         return self.grad_now
 
@@ -117,8 +117,13 @@ class ShardBase:
     def grad(self, gradient: torch.Tensor | None) -> None:
         me: Any = self
         with WithoutTorchFunction():
-            if gradient is not None and me.shape != gradient.shape == self.full_shape:
-                gradient = ShardTensor.of(self.placement.cut(gradient), self.placement)
+            # Also if the shapes are the same, because this rank stores all elements: where other ranks have a
+            # ShardTensor, norms and the like are collective.
+            if gradient is not None and not isinstance(gradient, ShardBase):
+                if gradient.shape == self.full_shape:
+                    gradient = self.placement.cut(gradient)
+                if gradient.shape == me.shape:
+                    gradient = ShardTensor.of(gradient, self.placement)
             SET_GRAD(self, gradient)
             self.grad_now = gradient
 

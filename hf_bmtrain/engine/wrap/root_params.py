@@ -121,6 +121,8 @@ def place_buffers(model: torch.nn.Module, world: World) -> None:
             placed = buffer.to(world.device)
             module._buffers[name] = placed
             if world.size > 1 and placed.numel():
-                flat = placed.contiguous().view(-1).view(torch.uint8)
+                # torch cannot write to an expanded buffer, whose elements share memory, so write each of them once.
+                once = placed[tuple([slice(1 if stride == 0 else None) for stride in placed.stride()])]
+                flat = once.clone(memory_format=torch.contiguous_format).view(-1).view(torch.uint8)
                 world.gather.broadcast(flat, 0).wait()
-                placed.copy_(flat.view(placed.dtype).view(placed.shape))
+                once.copy_(flat.view(once.dtype).view(once.shape))

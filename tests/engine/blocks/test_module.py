@@ -168,8 +168,20 @@ class InParts(Tower):
         super().__init__()
         self.start = nn.Parameter(torch.randn(3, WIDTH))
 
+    @staticmethod
+    def forward_mask(ids):
+        return (ids > 2).float()[..., None]
+
+    @classmethod
+    def get_text_features(cls, ids):
+        return cls.forward_mask(ids)
+
+    @property
+    def forward_scale(self):
+        return 0.5
+
     def forward_features(self, ids):
-        x = self.embedding(ids) + self.start
+        x = self.embedding(ids) * self.forward_mask(ids) + self.start + self.forward_scale * self.get_text_features(ids)
         for layer in self.layers:
             x = layer(x)
         return x

@@ -202,15 +202,137 @@ def returned_views_of_parameters():
     check_gradients(model, twin)
 
 
+class Probing(nn.Linear):
+    """Runs a backward between two uses of its weight."""
+
+    def forward(self, x):
+        weight = self.weight
+        inner = nn.functional.linear(x.detach().requires_grad_(), weight)
+        (0 * inner).sum().backward()
+        return nn.functional.linear(x, weight, self.bias)
+
+
+class Saliency(nn.Module):
+    """Its forward computes a gradient, after and before it reads its own parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.gain = nn.Parameter(torch.rand(WIDTH))
+        self.embedding = nn.Embedding(11, WIDTH)
+        self.layers = nn.ModuleList([Layer() for _ in range(2)])
+        self.head = Probing(WIDTH, 3)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        gain = self.gain
+        first = self.embedding(ids) * gain
+        x = y = first.detach().requires_grad_()
+        for layer in self.layers:
+            y = layer(y)
+        (slope,) = torch.autograd.grad(self.head(y).square().sum(), x)
+        return self.head(self.layers[0](first + slope) * gain).square().mean()
+
+
+def gradient_inside_forward():
+    check_twins(Saliency, loss, steps=2)
+    model = bmt.auto_wrap(Saliency())
+    with torch.no_grad(), torch.enable_grad():
+        model(ids(0, bmt.rank()))
+    model(ids(0, bmt.rank())).backward()
+    assert not model.gain.buffer.is_unsharded
+
+
+def failed_backward_inside_forward():
+    """The forward goes on with the views of parameters that it has."""
+
+    class Failing(Saliency):
+        def forward(self, ids: torch.Tensor) -> torch.Tensor:
+            x = self.embedding(ids)
+            gain = self.gain
+            scaled = x * gain
+            scaled.register_hook(fail)
+            with pytest.raises(ArithmeticError):
+                torch.autograd.grad(self.head(scaled).square().sum(), x)
+            y = self.layers[0](self.embedding(ids))
+            return self.head(y * gain).square().mean()
+
+    def fail(gradient: torch.Tensor) -> None:
+        raise ArithmeticError
+
+    check_twins(Failing, loss, steps=2)
+
+
+class Keeping(Language):
+    """Reads a parameter of its own, and keeps a regularizer that depends on it in an attribute."""
+
+    def __init__(self) -> None:
+        super().__init__(tied=False)
+        self.gain = nn.Parameter(torch.rand(WIDTH))
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(ids) * self.gain
+        self.kept = x.square().mean()
+        x = self.norm(x)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)[..., :7].square().mean()
+
+
+def kept_in_attribute(model, step, rank, keep=lambda model: model.kept):
+    """Of two forwards. The evaluation behind them frees the weights."""
+    regularizers = []
+    for number in range(2):
+        model(ids(step + number, rank))
+        regularizers.append(keep(model))
+    with torch.no_grad():
+        model(ids(5, rank))
+    return sum(regularizers)
+
+
+def kept_by_hook(name):
+    def loss(model, step, rank):
+        kept = []
+        handle = model.get_submodule(name).register_forward_hook(lambda *args: kept.append(args[-1]))
+        try:
+            return kept_in_attribute(model, step, rank, lambda model: kept.pop().tanh().mean())
+        finally:
+            handle.remove()
+
+    return loss
+
+
+def backward_from_inside(name):
+    """From activations that the model does not return, of blocks and outside them."""
+    check_twins(Keeping, kept_in_attribute if name is None else kept_by_hook(name), steps=2)
+
+
+def weights_changed_before_backward_from_inside():
+    model = bmt.auto_wrap(Keeping())
+    model(ids(0, bmt.rank()))
+    with torch.no_grad():
+        model.gain.mul_(2)
+    with pytest.raises(RuntimeError, match="changed between the forward and its backward"):
+        model.kept.backward()
+
+
 MAKERS = [Language, with_detached_head, frozen_head, read_in_the_parent]
 CASES = [(equal_to_plain_torch, make, tied) for make in MAKERS for tied in (False, True)]
 CASES += [(accumulated_and_interleaved, make, tied) for make in MAKERS[::3] for tied in (False, True)]
 CASES += [(backward_twice,), (saved_activation_modified,), (returned_views_of_parameters,)]
+CASES += [(gradient_inside_forward,), (failed_backward_inside_forward,)]
+CASES += [(backward_from_inside, name) for name in (None, "layers.2", "norm")]
+CASES += [(weights_changed_before_backward_from_inside,)]
 CASES += [(untied_are_whole_while_needed,), (tied_is_whole_until_the_head_is_done,), (read_in_the_parent_stays_whole,)]
 
 each_case = pytest.mark.parametrize(
     "case",
-    by_default(CASES, (equal_to_plain_torch, Language, True), (read_in_the_parent_stays_whole,)),
+    by_default(
+        CASES,
+        (equal_to_plain_torch, Language, True),
+        (read_in_the_parent_stays_whole,),
+        (gradient_inside_forward,),
+        (backward_from_inside, None),
+    ),
     ids=lambda case: "-".join(str(getattr(c, "__name__", c)) for c in case),
 )
 

@@ -12,7 +12,20 @@ from hf_bmtrain.engine.ops.grad_norm import Segments
 from hf_bmtrain.engine.runtime.world import current_world, simulated
 from hf_bmtrain.engine.tensors.norms import SegmentNorms
 from ranks import on_ranks
-from twins import Tower, ids
+from twins import WIDTH, Tower, check_gradients, ids
+
+
+class Vectors(torch.nn.Module):
+    """Each rank stores some of its vectors whole, and nothing of others."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = torch.nn.ModuleList([torch.nn.LayerNorm(WIDTH) for _ in range(2)])
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return x.pow(3).mean()
 
 
 def check_norms(model, dtype):
@@ -87,6 +100,38 @@ def test_collectives_are_few():
         assert reduced.call_count == 2
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)  # which was written to by the first
         assert reduced.call_count == 3
+
+
+@pytest.mark.parametrize("mine", [False, *in_full(True)], ids=["full", "elements"])
+@on_ranks(2, full=(1, 3))
+def test_norms_of_gradients_that_were_set(mine):
+    """To full tensors, or to this rank's elements: also of vectors that one rank stores whole."""
+    model, twin = bmt.auto_wrap(Vectors()), Vectors()
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    for either in (model, twin):
+        either(ids(0, 0).float().repeat(1, 2)).backward()
+    for number, (parameter, plain) in enumerate(zip(model.parameters(), twin.parameters())):
+        full = torch.full(plain.shape, number + 1.0)
+        parameter.grad = parameter.take(4 * full).part if mine else 4 * full
+        plain.grad = full
+        assert type(parameter.grad) is type(parameter.data)
+    scaler.scale(torch.ones(()))
+    scaler.unscale_(optimizer)
+    norms = torch.stack([parameter.grad.norm() for parameter in model.parameters()])
+    torch.testing.assert_close(norms, torch.stack([plain.grad.norm() for plain in twin.parameters()]))
+    clipped, expected = (torch.nn.utils.clip_grad_norm_(m.parameters(), 1.0) for m in (model, twin))
+    torch.testing.assert_close(clipped, expected)
+    check_gradients(model, twin)
+    for parameter, plain in zip(model.parameters(), twin.parameters()):
+        full = torch.ones(plain.shape)
+        full.view(-1)[0] = float("nan")
+        parameter.grad = parameter.take(full).part if mine else full
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    scaler.scale(torch.ones(()))
+    scaler.step(optimizer)
+    scaler.update()
+    assert scaler.get_scale() == 2.0  # on every rank, also on one that stores no nan
 
 
 def test_a_non_finite_element_makes_its_own_segment_non_finite():

@@ -128,12 +128,15 @@ class UnbornLogits:
         size_average, reduce: deprecated arguments, always None here (see `_is_usual_loss`).
         """
         # cap * tanh(scale * x) = cap * tanh(y / cap) with y = scale * cap * x: this is a softcap of y.
-        factor = self._scale * (self._cap or 1.0)
+        factor, bias = self._scale * (self._cap or 1.0), self._head._parameters["bias"]
+        if factor != 1 and bias is not None:  # scaling the hidden states would not scale the bias, which may be sharded
+            logits = self._born("a factor, which also scales the bias of its head,")
+            return F.cross_entropy(logits, target, weight, **options)
         return linear_cross_entropy(
             self._hidden if factor == 1 else self._hidden * factor,
             self._head._parameters["weight"],  # unlike `.weight`, this does not all-gather it yet
             target,
-            self._head._parameters["bias"],
+            bias,
             class_weight=weight,
             softcap=self._cap or 0.0,
             **options,

@@ -137,6 +137,25 @@ def test_a_copy_has_its_own_head():
     assert type(twin.lm_head).__name__ == "Linear" and isinstance(twin.lm_head, nn.Linear)
 
 
+@pytest.mark.parametrize("family", ["granite", *in_full("cohere", "gemma2")])
+def test_scaled_logits_of_a_head_with_a_bias(family):
+    """A head that the user has replaced. The log says why its logits are in memory. Gemma 2 only caps them."""
+    model = build(family)
+    model.config.tie_word_embeddings = False
+    model.lm_head = nn.Linear(24, VOCABULARY)
+    nn.init.normal_(model.lm_head.bias)
+    twin = copy.deepcopy(model)
+    assert fuse_causal_loss(model)
+    with log_lines() as messages:
+        loss, expected = (each(**inputs(family, 0)).loss for each in (model, twin))
+    assert ["bias" in message for message in messages] == [True] * (family != "gemma2")
+    torch.testing.assert_close(loss, expected)
+    loss.backward()
+    expected.backward()
+    for (name, mine), other in zip(model.named_parameters(), twin.parameters()):
+        torch.testing.assert_close(mine.grad, other.grad, rtol=1e-4, atol=1e-6, msg=name)
+
+
 class Odd(transformers.LlamaForCausalLM):
     """Does to its logits what nobody foresaw."""
 

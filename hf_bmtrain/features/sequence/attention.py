@@ -21,7 +21,7 @@ from ...engine.base.torch_internals import autocast_type, disable_compiler
 from .exchange import heads_from_rows, rows_from_heads
 from .parts import Heads, Parts
 
-ROW = "sequence_row"
+ROW = "_bmt_row"
 """The name of an attribute of attention modules. Its value is the `Row` (the division of the tokens among ranks) of the
 last forward."""
 _PREFIX = "sequence_of_"

@@ -9,6 +9,7 @@ whole rows after all (test_a_rank_computes_its_own_tokens_alone), other models o
 attention and encoder-decoders, whose losses or states were wrong, are refused (test_sequence_refusals).
 """
 
+import copy
 import importlib
 
 import pytest
@@ -159,6 +160,32 @@ def test_models_in_one_process():
     for _ in range(2):
         for each in (shared, alone, beside):
             assert each(**batch).loss.item() == pytest.approx(expected, rel=1e-5)
+
+
+@on_ranks(2)
+def test_copies():
+    """A copy has nothing left of the shared rows: a rank computes it alone, and it can be wrapped either way."""
+    plain, model = MODELS["mistral"](), bmt.auto_wrap(MODELS["mistral"](), sequence_parallel=2)
+    batch = batch_of("masked", 0)
+    model(**batch).loss.backward()
+    copied, shared, alone = (copy.deepcopy(model) for _ in range(3))
+    for (name, mine), theirs in zip(copied.named_modules(), plain.modules()):
+        assert {*vars(mine)} - {*vars(theirs)} <= {"gradient_checkpointing", "_gradient_checkpointing_func"}, name
+        assert not mine._forward_pre_hooks and not mine._forward_hooks, name
+    expected = plain(**batch).loss
+    if bmt.rank() == 0:
+        torch.testing.assert_close(copied(**batch).loss, expected)
+        assert copied.generate(batch["input_ids"], max_new_tokens=2, do_sample=False).shape == (2, TOKENS + 2)
+    expected.backward()
+    bmt.auto_wrap(shared, sequence_parallel=2)
+    bmt.auto_wrap(alone)
+    for each in (shared, alone):
+        each.zero_grad()
+        each(**batch).loss.backward()
+        compare_gradients(each, plain)
+    with torch.no_grad():
+        own = batch_of("masked", 1 + bmt.rank())
+        torch.testing.assert_close(alone(**own).loss, plain(**own).loss)  # ranks with rows of their own
 
 
 needs_peft = pytest.mark.skipif(importlib.util.find_spec("peft") is None, reason="peft is not installed")

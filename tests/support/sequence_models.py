@@ -76,6 +76,10 @@ MODELS: dict[str, Callable[[], Any]] = {
     "gemma2": causal("Gemma2", sliding_window=5, attn_implementation="eager", query_pre_attn_scalar=8, **_TYPES),
     "gemma3": causal("Gemma3", sliding_window=5, query_pre_attn_scalar=8, **_TYPES),
     "gpt-oss": causal("GptOss", sliding_window=5, attn_implementation="eager", **_TYPES, **_EXPERTS),
+    "llama4": causal(
+        "Llama4", floor_scale=4, attn_scale=1.0, no_rope_layers=[1, 0], attention_chunk_size=5,
+        intermediate_size_mlp=40, **_EXPERTS,
+    ),
     "mixtral": causal("Mixtral", **_EXPERTS),
     "mixtral-router-loss": causal("Mixtral", output_router_logits=True, router_aux_loss_coef=0.5, **_EXPERTS),
     "qwen3-moe": causal("Qwen3Moe", **_EXPERTS),

@@ -10,6 +10,7 @@ from typing import Any, ClassVar, NoReturn
 
 import torch
 
+from ..base.torch_internals import disable_compiler
 from ..runtime.world import current_world
 from ..sharding.gathered import clone_full_params
 from ..sharding.parameter import DistributedParameter
@@ -204,13 +205,17 @@ def _begins_without_dict(cls: Any) -> bool:
 
 _PACKAGE, _, _ = __name__.partition(".")
 _ENGINE = (f"{_PACKAGE}.engine.wrap.", f"{_PACKAGE}.engine.blocks.")
+_UNTRACED = disable_compiler(len).__code__  # pyright: ignore[reportFunctionMemberAccess]
+"""The code of all functions that `disable_compiler` returns. They are defined in torch, but call one of another
+module."""
 STAYS = "stays_in_copies"
 """The name of an attribute that a hook of this package has if deep copies of its module must keep the hook.
 
 Without such a hook, the copy would compute something else.
 """
-_ADDED = ("_schedule", "_bmt", "_bmt_name", "_uneven", "_is_fsdp_managed_module")
-"""Attributes (other than hooks and methods) that sharding adds to modules. Deep copies do not have them."""
+_ADDED = ("_schedule", "_uneven", "_is_fsdp_managed_module")
+"""Attributes (other than hooks and methods) that sharding adds to modules. Deep copies have neither them nor attributes
+whose names begin with "_bmt"."""
 
 
 def _plain_copy(module: Any, memo: dict[int, Any]) -> Any:
@@ -274,7 +279,7 @@ def _own_attributes(module: torch.nn.Module) -> dict[str, Any]:
             hooks = {key: getattr(hook, "hook", hook) for key, hook in value.items()}
             kept = {key: value[key] for key, hook in hooks.items() if not _is_ours(hook) or hasattr(hook, STAYS)}
             attributes[name] = value if len(kept) == len(value) else type(value)(kept)
-        elif name not in _ADDED:
+        elif name not in _ADDED and not name.startswith("_bmt"):
             replaced = value
             while _is_ours(replaced, _ENGINE) or (_is_ours(replaced) and hasattr(cls, name)):
                 replaced = _replaced_by(replaced)
@@ -294,6 +299,8 @@ def _is_ours(value: Any, modules: tuple[str, ...] = (f"{_PACKAGE}.",)) -> bool:
         return _is_ours(value.func, modules)
     function = getattr(value, "__func__", value)
     if isinstance(function, types.FunctionType):
+        if function.__code__ is _UNTRACED:
+            return _is_ours(function.__wrapped__, modules)  # pyright: ignore[reportFunctionMemberAccess]
         return function.__globals__.get("__name__", "").startswith(modules)
     kind = type(value)
     is_value = issubclass(kind, (torch.nn.Module, torch.Tensor)) or not callable(value)

@@ -13,10 +13,12 @@ import torch.nn.functional as F
 
 from ...engine.base.arguments import expect_module
 from ...engine.base.torch_internals import pytree
-from ...engine.blocks.sharded_module import extend_class
+from ...engine.blocks.sharded_module import STAYS, extend_class
 from .fused import linear_cross_entropy
 
 _log = logging.getLogger("hf_bmtrain")
+_warn_once = functools.cache(_log.warning)
+_ARMED = "_bmt_armed"
 
 
 def fuse_causal_loss(model: torch.nn.Module) -> bool:
@@ -30,6 +32,9 @@ def fuse_causal_loss(model: torch.nn.Module) -> bool:
     placeholder records what the model does with the logits: scaling (Cohere, Granite), soft-capping (Gemma), casts to
     float32, reshaping and slicing of rows. When the model calls cross_entropy, the loss is computed in chunks. Any
     other operation makes the head compute the full logits, and the log names that operation once.
+
+    Deep copies of the model compute their loss in the same way, also with another head, such as one with more rows. If
+    that is impossible with this head, the log gives the reason.
 
     Args:
         model: a model whose forward takes `labels`, and whose `get_output_embeddings()` is a plain `torch.nn.Linear`
@@ -46,9 +51,8 @@ def fuse_causal_loss(model: torch.nn.Module) -> bool:
     if reason:
         _log.warning("fuse_causal_loss leaves %s unchanged, so it stores full logits: %s", type(model).__name__, reason)
         return False
-    if not isinstance(head, ChunkedHead):
-        head.__class__ = _chunked_class(type(head))
-        head.armed = head.warned = False
+    _convert(head)
+    if _arm not in model._forward_pre_hooks.values():
         model.register_forward_pre_hook(_arm, with_kwargs=True)
         model.register_forward_hook(_disarm, with_kwargs=True, always_call=True)
     _log.info("%s computes its training loss without storing full logits", type(model).__name__)
@@ -58,13 +62,13 @@ def fuse_causal_loss(model: torch.nn.Module) -> bool:
 class ChunkedHead:
     """A model's output layer that can return a placeholder (`UnbornLogits`) instead of logits.
 
-    Attributes:
-        armed: whether the layer now returns the placeholder, because a training forward with labels is running.
-        warned: whether the warning that full logits are computed was already logged. It is logged only once.
+    The attribute `_bmt_armed` says whether the layer now returns the placeholder, because a training forward with
+    labels is running. `_bmt_warned` says whether the warning that full logits are computed was already logged, which is
+    done only once.
     """
 
-    armed: bool
-    warned: bool
+    _bmt_armed: bool = False
+    _bmt_warned: bool = False
 
 
 @functools.cache
@@ -73,7 +77,7 @@ def _chunked_class(cls: Any) -> type:
 
     @functools.wraps(cls.forward)
     def forward(self, hidden):
-        if self.armed and isinstance(hidden, torch.Tensor):
+        if self._bmt_armed and isinstance(hidden, torch.Tensor):
             return UnbornLogits(self, functools.partial(cls.forward, self), hidden)
         return cls.forward(self, hidden)
 
@@ -108,8 +112,8 @@ class UnbornLogits:
 
         asked: the name of this operation. It is logged only the first time that full logits are computed.
         """
-        if not self._head.warned:
-            self._head.warned = True
+        if not self._head._bmt_warned:
+            self._head._bmt_warned = True
             _log.warning(
                 "fuse_causal_loss: full logits are computed, because the model or its loss applies %s to them. The "
                 "loss is the same, but takes as much memory as without fuse_causal_loss. To save memory, change the "
@@ -128,12 +132,15 @@ class UnbornLogits:
         size_average, reduce: deprecated arguments, always None here (see `_is_usual_loss`).
         """
         # cap * tanh(scale * x) = cap * tanh(y / cap) with y = scale * cap * x: this is a softcap of y.
-        factor = self._scale * (self._cap or 1.0)
+        factor, bias = self._scale * (self._cap or 1.0), self._head._parameters["bias"]
+        if factor != 1 and bias is not None:  # scaling the hidden states would not scale the bias, which may be sharded
+            logits = self._born("a factor, which also scales the bias of its head,")
+            return F.cross_entropy(logits, target, weight, **options)
         return linear_cross_entropy(
             self._hidden if factor == 1 else self._hidden * factor,
             self._head._parameters["weight"],  # unlike `.weight`, this does not all-gather it yet
             target,
-            self._head._parameters["bias"],
+            bias,
             class_weight=weight,
             softcap=self._cap or 0.0,
             **options,
@@ -266,12 +273,28 @@ def _why_not(model: torch.nn.Module, head: Any) -> str | None:
     return None
 
 
+def _convert(head: Any) -> None:
+    """Make a model's output layer a ChunkedHead, unless it is one."""
+    if not isinstance(head, ChunkedHead):
+        head.__class__ = _chunked_class(type(head))
+    vars(head).setdefault(_ARMED, False)
+
+
 def _arm(model: Any, args: tuple, kwargs: dict) -> None:
     """Forward pre-hook: make the head (output layer) return a placeholder if the model trains and labels are given."""
     labels = kwargs.get("labels")
     if labels is None and args:
         labels = inspect.signature(model.forward).bind_partial(*args, **kwargs).arguments.get("labels")
-    model.get_output_embeddings().armed = model.training and labels is not None
+    head, fuses = model.get_output_embeddings(), model.training and labels is not None
+    known = _ARMED in getattr(head, "__dict__", ())
+    if fuses and not known:  # the head of a deep copy, or another one than before, for example a resized one
+        reason = _why_not(model, head)
+        if reason:
+            _warn_once("fuse_causal_loss: full logits of %s are computed now: %s", type(model).__name__, reason)
+            return
+        _convert(head)
+    if fuses or known:
+        head._bmt_armed = fuses
 
 
 def _disarm(model: Any, args: tuple, kwargs: dict, output: Any) -> Any:
@@ -279,9 +302,16 @@ def _disarm(model: Any, args: tuple, kwargs: dict, output: Any) -> Any:
 
     The hook also runs after a forward that raised an error.
     """
-    model.get_output_embeddings().armed = False
+    head = model.get_output_embeddings()
+    if _ARMED in getattr(head, "__dict__", ()):
+        head._bmt_armed = False
     if isinstance(output, tuple):
         return type(output)(value for value in output if not isinstance(value, UnbornLogits))
     if isinstance(output, dict):  # a ModelOutput: its entries cannot be set to None, so they are left out
         return type(output)(**{key: value for key, value in output.items() if not isinstance(value, UnbornLogits)})
     return output
+
+
+# Deep copies of a sharded model keep these hooks, so that their loss is computed in chunks, too.
+for _hook in (_arm, _disarm):
+    setattr(_hook, STAYS, True)

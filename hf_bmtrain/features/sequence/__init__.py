@@ -24,7 +24,7 @@ from .choose import attentions_of, choose_blocks, trunk_of
 from .rows import SharedRows
 
 _log = logging.getLogger("hf_bmtrain")
-_ROWS = "_shared_rows"
+_ROWS = "_bmt_shared_rows"
 
 
 class SequenceParallel(Extension):

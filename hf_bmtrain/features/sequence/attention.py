@@ -21,7 +21,7 @@ from ...engine.base.torch_internals import autocast_type, disable_compiler
 from .exchange import heads_from_rows, rows_from_heads
 from .parts import Heads, Parts
 
-ROW = "sequence_row"
+ROW = "_bmt_row"
 """The name of an attribute of attention modules. Its value is the `Row` (the division of the tokens among ranks) of the
 last forward."""
 _PREFIX = "sequence_of_"
@@ -99,6 +99,8 @@ def _attend(
         return function(_Share(module, inner), query, key, value, attention_mask, **options)
     parts = row.parts
     _check(module, parts, query, key, options)
+    if vars(module).get("attn_temperature_tuning") and not module.use_rope:
+        query = _at_own_temperature(module, parts, query)
     if "position_ids" in options:
         options["position_ids"] = row.positions
     heads = Heads(query.shape[1], key.shape[1], parts.size)
@@ -123,6 +125,25 @@ def _attend(
         output, _ = function(share, query, key, value, attention_mask, **options)
     output = rows_from_heads(parts, heads.of_queries, output.transpose(0, 1))
     return output.transpose(0, 1).contiguous(), None
+
+
+def _at_own_temperature(module: Any, parts: Parts, query: torch.Tensor) -> torch.Tensor:
+    """Return the queries of a Llama 4 layer without RoPE, scaled by the factors of their positions in the whole row.
+
+    In its forward, the module has already scaled them, but as if this rank's first token were the first of the row.
+
+    Args:
+        module: the Llama4TextAttention.
+        parts: the division of the tokens among the ranks.
+        query: (rows, query heads, this rank's tokens, d).
+    """
+
+    def factors(positions: range) -> torch.Tensor:
+        numbers = torch.arange(positions.start + 1, positions.stop + 1, device=query.device, dtype=torch.float32)
+        return torch.log1p(torch.floor(numbers / module.floor_scale)) * module.attn_scale + 1
+
+    ratio = factors(parts.own) / factors(range(len(parts.own)))
+    return (query * ratio[:, None]).to(query.dtype)
 
 
 def _common_dtype(*tensors: torch.Tensor) -> torch.dtype:

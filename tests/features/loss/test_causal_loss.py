@@ -12,6 +12,7 @@ from cases import full, in_full, rows_in_full
 from hf_bmtrain.features.loss.chunked_head import ChunkedHead, fuse_causal_loss
 from language_model import buffers
 from log_lines import log_lines
+from ranks import on_ranks
 from tiny_models import VOCABULARY, batch
 from tiny_models import build as build_known
 from twins import check_gradients
@@ -135,6 +136,62 @@ def test_a_copy_has_its_own_head():
     assert twin(**data).logits is None
     torch.testing.assert_close(twin(**data).loss, build("llama")(**data).loss)
     assert type(twin.lm_head).__name__ == "Linear" and isinstance(twin.lm_head, nn.Linear)
+
+
+@pytest.mark.parametrize("family", ["granite", *in_full("cohere", "gemma2")])
+def test_scaled_logits_of_a_head_with_a_bias(family):
+    """A head that the user has replaced. The log says why its logits are in memory. Gemma 2 only caps them."""
+    model = build(family)
+    model.config.tie_word_embeddings = False
+    model.lm_head = nn.Linear(24, VOCABULARY)
+    nn.init.normal_(model.lm_head.bias)
+    twin = copy.deepcopy(model)
+    assert fuse_causal_loss(model)
+    with log_lines() as messages:
+        loss, expected = (each(**inputs(family, 0)).loss for each in (model, twin))
+    assert ["bias" in message for message in messages] == [True] * (family != "gemma2")
+    torch.testing.assert_close(loss, expected)
+    loss.backward()
+    expected.backward()
+    for (name, mine), other in zip(model.named_parameters(), twin.parameters()):
+        torch.testing.assert_close(mine.grad, other.grad, rtol=1e-4, atol=1e-6, msg=name)
+
+
+@pytest.mark.parametrize("fused", ["first", *in_full("later", "again")])
+@on_ranks(2)
+def test_copies_of_sharded_models(fused):
+    """Copies compute the loss as the model that was copied, and so does a copy of a copy that is sharded again."""
+    model = build("llama")
+    if fused != "later":
+        fuse_causal_loss(model)
+    bmt.auto_wrap(model)
+    if fused == "later":
+        fuse_causal_loss(model)
+    copied = copy.deepcopy(model)
+    if fused == "again":
+        assert fuse_causal_loss(copied)
+    again, data, expected = copy.deepcopy(copied), inputs("llama", 0), build("llama")(**inputs("llama", 0)).loss
+    with log_lines() as messages:
+        for each in (copied, bmt.auto_wrap(again), bmt.auto_wrap(copy.deepcopy(again))):
+            output = each(**data)
+            assert output.logits is None
+            torch.testing.assert_close(output.loss, expected)
+            output.loss.backward()
+    assert messages == []
+
+
+def test_another_head():
+    """A resized head is fused as the first one was; the log says once why another is not."""
+    model = build("llama")
+    fuse_causal_loss(model)
+    model.resize_token_embeddings(VOCABULARY + 3)
+    assert model.eval()(**inputs("llama", 0)).logits.shape[-1] == VOCABULARY + 3
+    assert model.train()(**inputs("llama", 0)).logits is None
+    model.lm_head = Scaled(24, VOCABULARY + 3)
+    with log_lines() as messages:
+        for _ in range(2):
+            assert model(**inputs("llama", 0)).logits is not None
+    assert len(messages) == 1 and "Scaled, not a plain" in messages[0]
 
 
 class Odd(transformers.LlamaForCausalLM):

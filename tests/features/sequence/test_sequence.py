@@ -1,14 +1,15 @@
 """Rows that several ranks share: loss and every gradient are those of a plain process.
 
 What other implementations got wrong, and the test that would have found it: windows and chunks ignored (mistral,
-gemma3; the zoo's llama4), an attribute for them that models do not set (qwen2, qwen3), documents that attend to each
-other (packed), position ids that the user has to pass (all), lengths and heads that the group does not divide, 3-D
-position ids (the zoo's qwen2_5_vl), ZeRO stages (test_levels), ranks that compute whole rows after all
-(test_a_rank_computes_its_own_tokens_alone), other models of the process captured (test_models_in_one_process), a loss
-that is counted several times (test_sequence_trainer). State-space models, linear attention and encoder-decoders,
-whose losses or states were wrong, are refused (test_sequence_refusals).
+gemma3, llama4), an attribute for them that models do not set (qwen2, qwen3), documents that attend to each other
+(packed), position ids that the user has to pass (all), queries scaled by their position (llama4), lengths and heads
+that the group does not divide, 3-D position ids (the zoo's qwen2_5_vl), ZeRO stages (test_levels), ranks that compute
+whole rows after all (test_a_rank_computes_its_own_tokens_alone), other models of the process captured
+(test_models_in_one_process), a loss that is counted several times (test_sequence_trainer). State-space models, linear
+attention and encoder-decoders, whose losses or states were wrong, are refused (test_sequence_refusals).
 """
 
+import copy
 import importlib
 
 import pytest
@@ -19,7 +20,9 @@ from cases import by_default, full, in_full
 from ranks import on_ranks
 from sequence_models import MODELS, TOKENS, VOCABULARY, WIDTH, batch_of, causal, check, compare_gradients, whole_loss
 
-UNLIKE = ("llama-9-heads", "mistral", "gemma2", "gpt-oss", "mixtral-router-loss", "modern-bert", "bert", "gpt2")
+UNLIKE = (
+    "llama-9-heads", "mistral", "gemma2", "gpt-oss", "llama4", "mixtral-router-loss", "modern-bert", "bert", "gpt2",
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("name", by_default(MODELS, *UNLIKE))
@@ -157,6 +160,32 @@ def test_models_in_one_process():
     for _ in range(2):
         for each in (shared, alone, beside):
             assert each(**batch).loss.item() == pytest.approx(expected, rel=1e-5)
+
+
+@on_ranks(2)
+def test_copies():
+    """A copy has nothing left of the shared rows: a rank computes it alone, and it can be wrapped either way."""
+    plain, model = MODELS["mistral"](), bmt.auto_wrap(MODELS["mistral"](), sequence_parallel=2)
+    batch = batch_of("masked", 0)
+    model(**batch).loss.backward()
+    copied, shared, alone = (copy.deepcopy(model) for _ in range(3))
+    for (name, mine), theirs in zip(copied.named_modules(), plain.modules()):
+        assert {*vars(mine)} - {*vars(theirs)} <= {"gradient_checkpointing", "_gradient_checkpointing_func"}, name
+        assert not mine._forward_pre_hooks and not mine._forward_hooks, name
+    expected = plain(**batch).loss
+    if bmt.rank() == 0:
+        torch.testing.assert_close(copied(**batch).loss, expected)
+        assert copied.generate(batch["input_ids"], max_new_tokens=2, do_sample=False).shape == (2, TOKENS + 2)
+    expected.backward()
+    bmt.auto_wrap(shared, sequence_parallel=2)
+    bmt.auto_wrap(alone)
+    for each in (shared, alone):
+        each.zero_grad()
+        each(**batch).loss.backward()
+        compare_gradients(each, plain)
+    with torch.no_grad():
+        own = batch_of("masked", 1 + bmt.rank())
+        torch.testing.assert_close(alone(**own).loss, plain(**own).loss)  # ranks with rows of their own
 
 
 needs_peft = pytest.mark.skipif(importlib.util.find_spec("peft") is None, reason="peft is not installed")

@@ -115,7 +115,7 @@ def test_the_user_compiles_the_model():
     compiled = {}
 
     def loss(model, batch):
-        if hasattr(model, "_shared_rows"):
+        if hasattr(model, "_bmt_shared_rows"):
             model = compiled.setdefault(model, torch.compile(model, backend="eager"))
         return model(**batch).loss
 

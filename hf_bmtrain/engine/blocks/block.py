@@ -61,6 +61,7 @@ class CheckpointBlock(ShardedModule):
         world.layer_features.check(use_checkpoint)
         level = world.zero_level if zero_level is None else zero_level
         check_zero_level(level)
+        world.schedule.discard_failed_backward()  # it would keep the memory of a model that is deleted by now
         facts = {"zero_level": level, "use_checkpoint": use_checkpoint, **tensor_facts(layer)}
         world.check_same_on_all_ranks("CheckpointBlock", facts)
         sharded = shard_places(world, find_places(layer.modules()), world.schedule.blocks)

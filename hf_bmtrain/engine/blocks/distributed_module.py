@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import re
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from typing import Any
@@ -12,7 +13,7 @@ from typing import Any
 import torch
 
 from ..base.arguments import expect_callable, expect_module
-from ..base.torch_internals import disable_compiler
+from ..base.torch_internals import disable_compiler, inside_hooks, top_saved_tensors_hooks
 from ..runtime.world import current_world
 from ..sharding.on_demand import OnDemandGather, watch
 from ..sharding.parameter import DistributedParameter
@@ -134,9 +135,11 @@ class DistributedModule(ShardedModule):
         if schedule.in_forward:
             return self._watched(function, args, kwargs)
         if schedule.in_backward:  # activation checkpointing around this module recomputes its forward
+            self._refuse_new_forward()
             with uncached_autocast() or nullcontext(), schedule.inside:
                 return self._watched(function, args, kwargs)
         with uncached_autocast() or nullcontext(), schedule.forward(self._uneven) as forward_pass:
+            forward_pass.module = weakref.ref(self)
             try:
                 outputs = self._watched(function, args, kwargs)
                 if any(reader.unwatched for reader in forward_pass.readers):
@@ -158,6 +161,20 @@ class DistributedModule(ShardedModule):
                 return anchor_backward(forward_pass.before_backward, token, outputs)
         forward_pass.reshard()
         return outputs
+
+    def _refuse_new_forward(self) -> None:
+        """Raise RuntimeError if the call of this module during a backward is a forward with a backward of its own.
+
+        Its blocks would take it for a recomputation, so gradients would be lost. A forward that torch's checkpoint
+        recomputes runs under saved-tensor hooks or, with use_reentrant=True, was not recorded by autograd at first.
+        """
+        if torch.is_grad_enabled() and top_saved_tensors_hooks is not None and not inside_hooks():
+            if self._schedule.in_backward_of(self):
+                raise RuntimeError(
+                    f"A forward of a sharded {type(self).__name__} was called with gradients enabled during a backward "
+                    "of the same model, for example by a hook. Its gradients would be lost. Call it when the backward "
+                    "is over, or under torch.no_grad()."
+                )
 
     def _watched(self, function: Callable, args: tuple, kwargs: dict) -> Any:
         """Return `function(*args, **kwargs)`. The parameters of the module are resharded as early as possible.

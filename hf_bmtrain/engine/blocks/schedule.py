@@ -69,6 +69,7 @@ class ForwardPass:
             must stay unsharded during the whole backward.
         blocks: the blocks that this forward called and of which an output requires a gradient.
         token: the version counters of the flat buffers of root parameters at the end of the forward. None before it.
+        module: a weak reference to the module that was called. None in a rehearsal.
         negotiation: makes the ranks agree on each collective, if they may enter different blocks; otherwise None.
         entry: FORWARD, or EVALUATION if gradients are disabled. `negotiation` writes this constant to the collective
             log, the list of operations that the ranks compare.
@@ -80,6 +81,7 @@ class ForwardPass:
         self.readers: dict[OnDemandGather, bool] = {}
         self.blocks: set[Any] = set()
         self.token: list[int] | None = None
+        self.module: weakref.ref[torch.nn.Module] | None = None
         self._first_node = next_node()
 
     # -- forward ------------------------------------------------------------------------------------------------
@@ -494,6 +496,11 @@ class Schedule:
         """
         passes = [each for passes in self._passes.values() for each in passes]
         return any(block in each.blocks for each in passes) if passes else None
+
+    def in_backward_of(self, module: torch.nn.Module) -> bool:
+        """Return whether a running backward belongs to a forward of `module`, as the outermost module."""
+        passes = [each for passes in self._passes.values() for each in passes]
+        return any(each.module is not None and each.module() is module for each in passes)
 
     def is_member(self, member: BackwardParticipant) -> bool:
         """Return whether `member` takes part in a running backward. Backwards that are ending are not considered."""

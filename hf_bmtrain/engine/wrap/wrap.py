@@ -52,6 +52,7 @@ def wrap(
         ValueError: the model cannot be sharded. Every rank raises it.
         RuntimeError: the ranks have different models.
     """
+    world.schedule.discard_failed_backward()  # it would keep the memory of a model that is deleted by now
     late = holds_additions(model)
     chains, lists = _choose_chains(model, world, blocks, late, extensions)
     layers: Chain = list(dict.fromkeys(block for chain in chains for block in chain))

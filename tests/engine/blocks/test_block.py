@@ -223,6 +223,34 @@ def exception_in_a_gradient_hook(options):
     check_recovers(model)
 
 
+def forward_in_backward(options):
+    """Of the same model, called by a hook: an evaluation is right. A training forward is refused (since torch 2.7)."""
+    model, twin = bmt.auto_wrap(Tower(), **options), Tower()
+    evaluated = []
+
+    def evaluate(*_):
+        with torch.no_grad():
+            evaluated.append(model(ids(1, 0)))
+
+    def train(*_):
+        with torch.enable_grad():
+            model(ids(1, 0))
+
+    layer = model.layers[1]
+    handle = layer.register_full_backward_hook(evaluate)
+    compare_backward(model, twin, tower_loss, 0)
+    handle.remove()
+    torch.testing.assert_close(evaluated[0], twin(ids(1, 0)).detach())
+    model.zero_grad()
+    if hasattr(torch._C._autograd, "_top_saved_tensors_default_hooks"):
+        handle = layer.register_full_backward_hook(train)
+        with pytest.raises(RuntimeError, match="during a backward of the same model"):
+            tower_loss(model, 0, 0).backward()
+        handle.remove()
+        model.zero_grad()
+        check_recovers(model)
+
+
 def check_recovers(model, make=Tower):
     """A good step after a bad one equals a plain one."""
     twin = make()
@@ -433,7 +461,7 @@ def block_keeps_its_identity(options):
 
 CASES = [
     tower, block_called_twice, block_skipped, last_block_skipped, frozen_block, block_without_parameters, unfreezing,
-    frozen_before_backward, frozen_outside_before_backward, exception_in_a_gradient_hook,
+    frozen_before_backward, frozen_outside_before_backward, exception_in_a_gradient_hook, forward_in_backward,
     forward_without_backward, two_forwards_one_backward, evaluation_between, two_graphs_two_backwards,
     graph_walked_twice, weights_changed_before_backward, weights_changed_under_one_block, nothing_whole_at_rest,
     unused_parameter, gradient_on_one_rank_only, exception_in_forward, exception_in_backward, input_modified_in_place,
@@ -467,6 +495,7 @@ def name(value):
             (unfreezing, 2, KEEPING),
             (frozen_before_backward, 2, ZERO_3),
             (exception_in_a_gradient_hook, 2, ZERO_3),
+            (forward_in_backward, 2, ZERO_3),
             (forward_without_backward, 2, KEEPING),
             (evaluation_between, 2, ZERO_3),
             (two_graphs_two_backwards, 1, ZERO_3),

@@ -11,6 +11,7 @@ import hf_bmtrain as bmt
 from cases import full, in_full, pairwise
 from ranks import on_ranks
 from tiny_models import batch, build
+from twins import Layer, Tower, ids
 
 TORCH = tuple(map(int, torch.__version__.split(".")[:2]))
 
@@ -81,3 +82,39 @@ def test_a_forward_alone_does_not_keep_its_model():
 
 def test_wrapped_with_copies_between_ranks(peers):
     peers(2)(wrapped_is_freed, "llama", {})
+
+
+class Asked(Tower):
+    """Notes, each time that somebody looks for its modules while nothing is sharded, whether another model is freed."""
+
+    def __init__(self, is_dead):
+        super().__init__()
+        self.is_dead, self.noted = is_dead, []
+
+    def named_modules(self, *args, **kwargs):
+        if type(self._modules["head"]._parameters["weight"]) is torch.nn.Parameter:
+            self.noted.append(self.is_dead())
+        return super().named_modules(*args, **kwargs)
+
+
+@pytest.mark.parametrize("by_hand", [False, *in_full(True)])
+@on_ranks(2)
+def test_a_failed_backward_does_not_keep_its_model(by_hand):
+    """As when memory ran out, and a smaller model is built instead: before that one takes memory."""
+    model = bmt.auto_wrap(Tower())
+
+    def fail(*_):
+        raise torch.OutOfMemoryError
+
+    model.layers[1].register_full_backward_hook(fail)
+    is_dead = _is_dead(model.layers[2].linear.weight.buffer)
+    with pytest.raises(torch.OutOfMemoryError):
+        model(ids(0, bmt.rank())).backward()
+    del model
+    gc.collect()
+    if by_hand:
+        bmt.CheckpointBlock(Layer())
+        assert is_dead()
+    else:
+        smaller = bmt.auto_wrap(Asked(is_dead))
+        assert smaller.noted[-1]

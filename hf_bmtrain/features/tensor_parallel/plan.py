@@ -125,7 +125,7 @@ class SplitByPlan(Extension):
         if self._modules and grid is not None and plan.world.device.type != "meta":
             plan.model.register_forward_pre_hook(_check_same_inputs, with_kwargs=True)
             share_rows(plan.model, grid.size)
-            share_batches(grid.size, plan.world)
+            share_batches(plan.model, plan.world)
 
 
 def _check_same_inputs(model: torch.nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:

@@ -10,7 +10,7 @@ from accelerate.state import AcceleratorState
 from transformers import Trainer
 
 from ..engine.runtime.world import current_world
-from ..engine.wrap.accelerator import ranks_per_row, share_batches
+from ..engine.wrap.accelerator import GroupMesh, ranks_per_row, share_batches
 
 
 class _SharedRows(ParallelismConfig):
@@ -58,7 +58,9 @@ def follow_shared_rows(model: Any, args: Any) -> None:
     if size == 1:
         state = AcceleratorState()
         if isinstance(getattr(state, "parallelism_config", None), _SharedRows):  # set for an earlier model
-            state.parallelism_config, state.device_mesh = ParallelismConfig(), None
+            state.parallelism_config = ParallelismConfig()
+        if isinstance(getattr(state, "device_mesh", None), GroupMesh):
+            state.device_mesh = None
         return
     name = "tp_size" if world.grid is not None else "sequence_parallel"
     if not args.average_tokens_across_devices:
@@ -72,7 +74,7 @@ def follow_shared_rows(model: Any, args: Any) -> None:
             f"eval_use_gather_object=True does not work with {name}={size}: it would gather each row {size} times. "
             "Leave out eval_use_gather_object."
         )
-    share_batches(size, world)
+    share_batches(model, world)
     shared = _SharedRows(tp_size=size, dp_shard_size=world.size // size, dp_replicate_size=1, cp_size=1, sp_size=1)
     shared.device_mesh = AcceleratorState().device_mesh
     AcceleratorState().parallelism_config = shared

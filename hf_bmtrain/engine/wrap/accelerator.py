@@ -14,6 +14,7 @@ from __future__ import annotations
 import functools
 import logging
 import sys
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -145,15 +146,16 @@ class GroupMesh:
     With this mesh, each group of `size` consecutive ranks gets the same batches, as in context parallelism: the
     dimension "cp" has the size of a group. Accelerate reads only the names and sizes of the dimensions.
 
-    Args:
-        size: the number of ranks in a group.
-        ranks: the total number of ranks.
+    Attributes:
+        models: the models, as weak references, that need this mesh.
     """
 
     mesh_dim_names = ("dp_shard", "cp")
 
     def __init__(self, size: int, ranks: int) -> None:
+        """Set the number of ranks in a group (`size`), and the total number of ranks (`ranks`)."""
         self._sizes = {"dp_shard": ranks // size, "cp": size}
+        self.models: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
 
     def __getitem__(self, name: str) -> _Dimension:
         return _Dimension(self._sizes[name])
@@ -176,19 +178,42 @@ def ranks_per_row(model: Any) -> int:
     return getattr(model, _ROWS, 1)
 
 
-def share_batches(size: int, world: World) -> None:
-    """Make the data loaders that Accelerate prepares from now on give each group of `size` ranks the same batches.
+def share_batches(model: torch.nn.Module, world: World) -> None:
+    """Make the data loaders that Accelerate prepares from now on give the ranks that share rows the same batches.
 
     `Accelerator.gather_for_metrics` then returns each row once. This has no effect if no Accelerator has been created.
 
     Args:
-        size: the number of consecutive ranks in a group.
+        model: the model for which `share_rows` was called. Its groups are those that get the same batches.
         world: the world of all ranks.
     """
     if world.accelerator is None:
         return
-    world.accelerator.device_mesh = GroupMesh(size, world.size)
+    before, mesh = world.accelerator.device_mesh, GroupMesh(ranks_per_row(model), world.size)
+    mesh.models.update([model, *(before.models if isinstance(before, GroupMesh) else ())])
+    world.accelerator.device_mesh = mesh
     _gather_rows_once(sys.modules["accelerate"].Accelerator)
+
+
+def divide_batches(model: torch.nn.Module, world: World) -> None:
+    """Undo `share_batches` for `model`, whose ranks do not share rows, if no model exists any more that needs it.
+
+    Otherwise, log a warning.
+    """
+    mesh = getattr(world.accelerator, "device_mesh", None)
+    if not isinstance(mesh, GroupMesh):
+        return
+    other = next(iter(mesh.models), None)
+    if other is None:
+        world.accelerator.device_mesh = None
+    elif world.rank == 0:
+        _log.warning(
+            "Data loaders that Accelerate prepares give the same batches to the ranks of groups of %d ranks, because "
+            "these share rows of a %s. They do so for this %s, too, whose ranks do not share rows. To train it on "
+            "other rows on each rank, delete the other model before auto_wrap, or prepare no loader for it and use a "
+            "DistributedSampler. Trainer with BMTrainCallback divides the batches as its model needs.",
+            mesh["cp"].size(), type(other).__name__, type(model).__name__,
+        )  # fmt: skip
 
 
 @functools.cache  # the class is changed once

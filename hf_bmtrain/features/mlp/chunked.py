@@ -164,10 +164,12 @@ def _pieces(count: int, *tensors: Any) -> Any:
 
 
 def _added(total: Tensor | None, gradient: Tensor | None) -> Tensor | None:
-    """Add a weight's gradient of one chunk to `total`, the float32 sum over the earlier chunks, and return the sum.
+    """Add a weight's gradient of one chunk to `total`, the sum over the earlier chunks, and return the sum.
 
-    None stands for no gradient. `total` is changed in place.
+    None stands for no gradient. `total` is changed in place. It is float32, or float64 if the gradient is.
     """
     if gradient is None:
         return total
-    return gradient.float() if total is None else total.add_(gradient)
+    if total is None:
+        return gradient.to(torch.promote_types(gradient.dtype, torch.float32))
+    return total.add_(gradient)

@@ -16,7 +16,7 @@ import logging
 
 import torch
 
-from ...engine.wrap.accelerator import ranks_per_row, share_batches, share_rows
+from ...engine.wrap.accelerator import divide_batches, ranks_per_row, share_batches, share_rows
 from ...engine.wrap.extension import Extension, WrapPlan
 from ..options import Options
 from .attention import ROW, register
@@ -67,6 +67,9 @@ class SequenceParallel(Extension):
         if plan.late and rows is not None:
             rows.follow(plan.model)
         if not self._blocks:
+            # With `tp_size` (a grid), ranks may also share rows. A prediction, on the meta device, reads no data.
+            if not plan.late and plan.world.grid is None and plan.world.device.type != "meta":
+                divide_batches(plan.model, plan.world)
             return
         if self._plans and getattr(plan.model, "_uneven", False):
             raise ValueError(
@@ -81,7 +84,7 @@ class SequenceParallel(Extension):
         plan.world.schedule.collective_layers = True
         if plan.world.device.type == "meta":  # a memory prediction on the meta device, which reads no data
             return
-        share_batches(self._size, plan.world)
+        share_batches(plan.model, plan.world)
         if plan.world.rank == 0:
             inner = register(attentions_of(self._blocks[0])[0].config._attn_implementation)
             _log.info(

@@ -122,10 +122,16 @@ class SplitByPlan(Extension):
 
     def connect(self, plan: WrapPlan) -> None:
         grid = plan.world.grid
-        if self._modules and grid is not None and plan.world.device.type != "meta":
-            plan.model.register_forward_pre_hook(_check_same_inputs, with_kwargs=True)
+        # A copy of a split model was split before, so that `choose` has chosen no modules.
+        split = any(
+            _share_input in each._forward_pre_hooks.values() or _add_outputs in each._forward_hooks.values()
+            for each in plan.model.modules()
+        )
+        if grid is not None and split and not plan.late and plan.world.device.type != "meta":
+            if _check_same_inputs not in plan.model._forward_pre_hooks.values():
+                plan.model.register_forward_pre_hook(_check_same_inputs, with_kwargs=True)
             share_rows(plan.model, grid.size)
-            share_batches(grid.size, plan.world)
+            share_batches(plan.model, plan.world)
 
 
 def _check_same_inputs(model: torch.nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
@@ -246,6 +252,6 @@ def _add_outputs(module: torch.nn.Module, args: Any, output: torch.Tensor) -> to
 
 
 # Deep copies of a sharded model lose the hooks of this package, except those with the attribute STAYS. A copy of a
-# split layer needs these two hooks, because it has only this rank's part of the weight.
-for _hook in (_share_input, _add_outputs):
+# split layer needs its hook, because it has only this rank's part of the weight.
+for _hook in (_share_input, _add_outputs, _check_same_inputs):
     setattr(_hook, STAYS, True)

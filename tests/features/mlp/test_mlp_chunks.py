@@ -87,6 +87,16 @@ def test_gradients_in_16_bits(autocast):
 
 
 @on_ranks(1)
+def test_gradients_in_64_bits():
+    ids = torch.arange(1, 23)[None]
+    whole, pieces = (bmt.auto_wrap(MODELS["llama"]().double(), mlp_chunks=chunks) for chunks in (1, 3))
+    for model in (whole, pieces):
+        model(input_ids=ids, labels=ids).loss.backward()
+    for mine, other in zip(pieces.parameters(), whole.parameters()):
+        torch.testing.assert_close(mine.grad.part, other.grad.part, rtol=1e-10, atol=1e-12)
+
+
+@on_ranks(1)
 def test_refusals():
     with pytest.raises(ValueError, match="finds no MLP"):
         bmt.auto_wrap(MODELS["bert"](), mlp_chunks=2)

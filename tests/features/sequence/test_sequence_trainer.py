@@ -1,5 +1,6 @@
 """Stock Trainer with rows that ranks share: each row is seen once, and weights and logs are those of one process."""
 
+import gc
 from unittest import mock
 
 import pytest
@@ -8,6 +9,7 @@ import transformers
 
 import hf_bmtrain as bmt
 from cases import by_default, full
+from log_lines import log_lines
 from ranks import on_ranks
 from sequence_models import MODELS, TOKENS, VOCABULARY, batch_of
 
@@ -165,3 +167,34 @@ def test_accelerate_loader():
         gathered += accelerator.gather_for_metrics(batch)["input_ids"].tolist()
         objects += accelerator.gather_for_metrics(batch["input_ids"].tolist())
     assert gathered == objects == [row["input_ids"].tolist() for row in rows(7)]
+
+
+@on_ranks(2)
+def test_later_models_with_rows_of_their_own(folder):
+    """Their batches are divided again when no model shares rows any more; as long as one does, the log says so."""
+    from accelerate import Accelerator
+
+    args = transformers.TrainingArguments(  # forgets earlier Accelerators, so this comes first
+        folder, max_steps=1, per_device_train_batch_size=2, report_to="none", use_cpu=True, save_strategy="no"
+    )
+    accelerator, sampled = Accelerator(cpu=True), torch.utils.data.DataLoader(torch.arange(8), batch_size=2)
+
+    def batches():
+        return [batch.tolist() for batch in accelerator.prepare(sampled)]
+
+    shared, everyone = bmt.auto_wrap(MODELS["llama"](), sequence_parallel=2), [[0, 1], [2, 3], [4, 5], [6, 7]]
+    with log_lines() as messages:
+        alone = bmt.auto_wrap(MODELS["llama"]())
+    assert batches() == everyone
+    assert ["groups of 2 ranks" in message for message in messages] == [True] * (bmt.rank() == 0)
+    seen = Seen(alone)  # Trainer knows whose batches these are
+    transformers.Trainer(alone, args, train_dataset=rows(4), callbacks=[bmt.hf.BMTrainCallback()]).train()
+    ids = bmt.current_world().gather_objects([batch[0].tolist() for batch in seen.batches])
+    assert sorted(sum((each[0] for each in ids), [])) == sorted(row["input_ids"].tolist() for row in rows(4))
+    share = bmt.auto_wrap(MODELS["llama"](), sequence_parallel=2)
+    assert batches() == everyone
+    del shared, share
+    gc.collect()
+    with log_lines() as messages:
+        bmt.auto_wrap(MODELS["llama"]())
+    assert batches() == everyone[bmt.rank() :: 2] and messages == []

@@ -343,8 +343,9 @@ def transformers_plans(folder: Path) -> None:
             close(found[name], value, f"{family}: {name}")
         copied = copy.deepcopy(model)
         close(copied(input_ids=rows[group]).logits, true(input_ids=rows[group]).logits, f"{family}: logits of a copy")
-        with pytest.raises(RuntimeError, match="must get the same batch, but their inputs differ"):
-            model(input_ids=rows[group] if bmt.config["tp_rank"] else rows[group].flip(1))
+        for each in (model, copied, bmt.auto_wrap(copy.deepcopy(copied)), bmt.auto_wrap(copy.deepcopy(copied.model))):
+            with pytest.raises(RuntimeError, match="must get the same batch, but their inputs differ"):
+                each(input_ids=rows[group] if bmt.config["tp_rank"] else rows[group].flip(1))
         bmt.save_state(folder / family, model)
         bmt.load_state(folder / family, model)
         assert all(torch.equal(value, found[name]) for name, value in model.state_dict().items())

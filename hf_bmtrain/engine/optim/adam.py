@@ -513,7 +513,8 @@ class AdamOptimizer(torch.optim.Optimizer):
         self.loaded_facts = full_facts(given)
         for key, parameter in zip(keys, mine):
             for name, value in state_dict["state"].get(key, {}).items():
-                value = torch.as_tensor(value)  # "step" may be a number
+                if not isinstance(value, torch.Tensor):  # "step" may be a number
+                    value = torch.tensor(value, device="cpu")
                 dtype, own = value.dtype if name == "residual" else torch.float32, own_part(parameter, name, value)
                 own = own.part if isinstance(own, ShardBase) else own
                 self.state[parameter][name] = own.detach().to("cpu", dtype, copy=copied)

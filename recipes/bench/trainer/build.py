@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, PrinterCallback, Trainer, Trainin
 from bench.four_bit import four_bit
 from bench.models import fill, is_classifier, layers_of, make_config, make_model
 from bench.trainer.data import Sequences, make_tokenizer
-from bench.trainer.rows import BY_LAYER, FUSED, KEPT, ROWS, Cell, Job, Row
+from bench.trainer.rows import BY_LAYER, FUSED, KEPT, LIGER, ROWS, Cell, Job, Row
 from bench.trainer.step_clock import StepClock
 
 RENAMED = {"gradient_checkpointing": "activation_checkpointing"}
@@ -118,6 +118,7 @@ def training_arguments(cell: Cell, job: Job, folder: Path) -> TrainingArguments:
         "output_dir": str(folder), "max_steps": steps, "per_device_train_batch_size": job.batch,
         "learning_rate": job.lr, "bf16": row.bf16 and (row.adapters or cell.column != "ours"),
         "torch_compile": row.compile, "use_cpu": not torch.cuda.is_available(), "seed": 0,
+        "use_liger_kernel": cell.variant == LIGER,
         "logging_strategy": "no", "save_strategy": "no", "report_to": "none", "disable_tqdm": True,
     }  # fmt: skip
     if row.sft:

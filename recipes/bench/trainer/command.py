@@ -73,7 +73,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     add("--rank", type=at_least(1), default=16, help="of the adapters (%(default)s)")
     add("--batch-size", type=at_least(1), default=2, help="rows per process (%(default)s)")
     add("--seq-len", type=at_least(1), default=2048, help="tokens per row (%(default)s)")
-    add("--warmup", type=at_least(2), default=5, help="steps that are not timed (%(default)s)")
+    add("--warmup", type=at_least(1), default=5, help="steps that are not timed (%(default)s)")
     add("--steps", type=at_least(1), default=12, help="steps that are timed (%(default)s)")
     add("--lr", type=positive, default=3e-4, help="learning rate (%(default)s)")
     add("--ranks", type=at_least(1), default=ranks, help="processes (%(default)s)")

@@ -39,9 +39,10 @@ ROWS = {
 }
 COLUMNS = {"ours": "hf_bmtrain", "plain": "plain, 1 rank", "ddp": "DDP", "fsdp2": "FSDP2"}
 """In the order in which the cells of a row are measured."""
-FUSED, KEPT, BY_LAYER = "fused loss", "kept", "by layer"
+FUSED, KEPT, BY_LAYER, LIGER = "fused loss", "kept", "by layer", "Liger"
 """Variants: ours with `fuse_causal_loss`; FSDP2 that does not reshard after forward; Accelerate's regional compilation,
-without which torch_compile=True compiles the whole model."""
+without which torch_compile=True compiles the whole model; TrainingArguments(use_liger_kernel=True), which computes the
+loss without whole logits."""
 
 
 @dataclass(frozen=True)
@@ -91,7 +92,7 @@ def variants(row: Row, column: str, which: str) -> list[str]:
         found = [BY_LAYER, f"{KEPT}, {BY_LAYER}"] if row.compile else ["", KEPT]
         found += ["", KEPT] if row.compile and which == "all" else []
     else:
-        found = ["", *([BY_LAYER] if row.compile and which == "all" else [])]
+        found = ["", *([BY_LAYER] if row.compile and which == "all" else []), *([LIGER] if row.long else [])]
     return found[:1] if which == "first" else found
 
 

@@ -78,7 +78,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     add("--lr", type=positive, default=3e-4, help="learning rate (%(default)s)")
     add("--ranks", type=at_least(1), default=ranks, help="processes (%(default)s)")
     usual = [name for name, row in ROWS.items() if not row.long]
-    told = f"some of: {', '.join(ROWS)} (all but long)"
+    told = f"some of: {', '.join(ROWS)} (all but the long ones)"
     add("--rows", nargs="+", choices=ROWS, default=usual, metavar="ROW", help=told)
     add("--columns", nargs="+", choices=COLUMNS, default=list(COLUMNS), metavar="COLUMN", help=", ".join(COLUMNS))
     add("--variants", choices=VARIANTS, default="usual", help="how many ways of a column to try (%(default)s)")

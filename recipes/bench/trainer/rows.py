@@ -35,6 +35,7 @@ ROWS = {
     "full": Row("all weights, in bf16", adapters=False, bf16=True),
     "full-compiled": Row("all weights, in bf16, compiled", adapters=False, bf16=True, compile=True),
     "long": Row("all weights, recomputed, long rows", adapters=False, bf16=True, recompute=True, long=True),
+    "long-compiled": Row("the same, compiled", adapters=False, bf16=True, recompute=True, compile=True, long=True),
     "sft": Row("LoRA, TRL's SFTTrainer", bf16=True, recompute=True, sft=True),
 }
 COLUMNS = {"ours": "hf_bmtrain", "plain": "plain, 1 rank", "ddp": "DDP", "fsdp2": "FSDP2"}
@@ -87,7 +88,7 @@ VARIANTS = ("first", "usual", "all")
 def variants(row: Row, column: str, which: str) -> list[str]:
     """Return the variants of a cell, of which the fastest counts. which: one of VARIANTS; "all" adds slower ones."""
     if column == "ours":
-        found = [FUSED] if row.long else ["", *([FUSED] if not row.sft else [])]
+        found = [FUSED, *([LIGER] if which == "all" else [])] if row.long else ["", *([FUSED] if not row.sft else [])]
     elif column == "fsdp2":
         found = [BY_LAYER, f"{KEPT}, {BY_LAYER}"] if row.compile else ["", KEPT]
         found += ["", KEPT] if row.compile and which == "all" else []

@@ -80,11 +80,14 @@ def _is_mlp(module: torch.nn.Module, shared: set[int]) -> bool:
 
     shared: the ids of parameters that several modules use.
     """
-    if not type(module).__name__.endswith("MLP") or "forward" in vars(module):
+    if not type(module).__name__.endswith("MLP"):
         return False
-    names = [*inspect.signature(type(module).forward).parameters]
-    code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
-    if len(names) != 2 or code is None or {"functional", "dropout"} <= {*code.co_names}:
+    code = getattr(inspect.unwrap(module.forward), "__code__", None)
+    if (
+        len(inspect.signature(module.forward).parameters) != 1
+        or code is None
+        or {"functional", "dropout"} <= {*code.co_names}
+    ):
         return False
     if _draws(module) or any("Router" in type(each).__name__ for each in module.children()):
         return False

@@ -29,9 +29,26 @@ class ChunkedMlp(OnlyWhileSharded):
 
     chunks: ClassVar[int]
 
-    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
-        (tokens,) = (*args, *kwargs.values())
-        return in_chunks(self.chunks, super().forward, [*self.parameters()], tokens)
+    # Libraries that replace the forward of single modules, such as Liger, store a function in the module's __dict__,
+    # where it would hide a method. It does not hide a property, so it is computed in chunks too.
+    @property
+    def forward(self) -> Callable[..., Tensor]:
+        replaced = self.__dict__.get("forward")
+        return functools.partial(_forward, self, super().forward if replaced is None else replaced)
+
+    @forward.setter
+    def forward(self, replacement: Callable[..., Tensor]) -> None:
+        self.__dict__["forward"] = replacement
+
+    @forward.deleter
+    def forward(self) -> None:
+        del self.__dict__["forward"]
+
+
+def _forward(module: ChunkedMlp, whole: Callable[[Tensor], Tensor], *args: Any, **kwargs: Any) -> Tensor:
+    """Compute the forward `whole` of an MLP in chunks. The arguments after it are those of the MLP: one tensor."""
+    (tokens,) = (*args, *kwargs.values())
+    return in_chunks(module.chunks, whole, [*module.parameters()], tokens)
 
 
 def compute_in_chunks(module: torch.nn.Module, chunks: int) -> None:

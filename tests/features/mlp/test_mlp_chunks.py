@@ -65,6 +65,38 @@ def test_operations_and_sizes():
     assert max(calls[4]) == 6
 
 
+@pytest.mark.parametrize("later", [False, True])
+@on_ranks(1)
+def test_replaced_forward(later):
+    """Trainer(use_liger_kernel=True) binds other forwards to the MLPs of a wrapped model: chunks as before."""
+    sizes = []
+
+    def other(self, tokens):
+        sizes.append(tokens.shape[1])
+        return self.down_proj(self.act_fn(self.gate_proj(tokens)) * self.up_proj(tokens))
+
+    def replace(model):
+        for layer in model.model.layers:
+            layer.mlp.__dict__["forward"] = other.__get__(layer.mlp)
+
+    ids = torch.arange(1, 23)[None]
+    plain, model = MODELS["llama"](), MODELS["llama"]()
+    if not later:
+        replace(model)
+    model = bmt.auto_wrap(model, mlp_chunks=4)
+    if later:
+        replace(model)
+    for each in (plain, model):
+        each(input_ids=ids, labels=ids).loss.backward()
+    assert max(sizes) == 6
+    for mine, truth in zip(model.parameters(), plain.parameters()):
+        torch.testing.assert_close(mine.grad.part, truth.grad.flatten())
+    del model.model.layers[0].mlp.forward
+    sizes.clear()
+    model(input_ids=ids, labels=ids)
+    assert len(sizes) == 4
+
+
 @pytest.mark.parametrize("autocast", [False, True])
 @on_ranks(1)
 def test_gradients_in_16_bits(autocast):

@@ -46,10 +46,8 @@ def test_the_search_path_is_that_of_pytest(pytestconfig):
     ]
 
 
-@pytest.mark.parametrize(
-    "words",
-    [("parity", "--help"), pytest.param(("programs", "--ranks", "2", "--seeds", "0:1"), marks=full)],
-)
+@full
+@pytest.mark.parametrize("words", [("parity", "--help"), ("programs", "--ranks", "2", "--seeds", "0:1")])
 def test_a_script_runs_from_anywhere(tmp_path, words):
     done = run(*words, cwd=tmp_path)
     assert done.returncode == 0, done.stderr

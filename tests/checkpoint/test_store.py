@@ -75,7 +75,7 @@ def test_round_trip(folder, suffix):
     bmt.synchronize()
 
 
-@pytest.mark.parametrize("suffix", [".safetensors", ".pt"])
+@pytest.mark.parametrize("suffix", [".safetensors", *in_full(".pt")])
 @on_ranks(2)
 def test_damage_is_found(folder, suffix):
     """A bit that flips anywhere in the file is found, or harmless. Other readers ignore the checksums."""

@@ -195,6 +195,7 @@ def evaluated_on_start(folder, given):
     assert identity(f"{folder}/checkpoint-2") == before
 
 
+@full
 @pytest.mark.parametrize(
     "given",
     [
@@ -350,6 +351,7 @@ def loaded_by_hand(folder, given, options, checkpoint):
     return {int(state["step"]) for state in trainer.optimizer.state_dict()["state"].values()} == {3}
 
 
+@full
 def test_a_checkpoint_that_was_copied(world, tmp_path):
     """What is verified and loaded is the folder that Trainer resumes from, not the one that was saved."""
     folder, given, options = tmp_path / "run", {"save_strategy": "steps", "save_steps": 2}, {"make_optimizer": bmt_adam}

@@ -30,6 +30,7 @@ class _OwnSeed(transformers.TrainerCallback):
         torch.manual_seed(100 * bmt.rank() + state.global_step)
 
 
+@full
 def test_ranks_that_drop_different_layers(world, tmp_path):
     """The rank that drops its last layer must not wait for the others' labels before they have computed theirs."""
     assert world(2)(train_with_dropped_layers, str(tmp_path)) == [8, 8]

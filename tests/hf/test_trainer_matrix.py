@@ -20,7 +20,6 @@ DEFAULT = (
     "bf16-AdamW-2",
     "gradient_checkpointing-SGD-2",
     "load_best_model_at_end-AdamW-2",
-    "AdamW,_amsgrad-own-2",
     "AdamOffloadOptimizer,_accumulated,_clipped,_scheduled-own-2",
 )
 """The others are `full`; `python tests trainer_matrix` prints those on one rank and more with AdamW."""

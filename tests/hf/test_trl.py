@@ -263,7 +263,8 @@ def test_averages_of_bema(world, tmp_path):
             torch.testing.assert_close(ours[name], value, rtol=1e-4, atol=1e-5, msg=name)
 
 
-@pytest.mark.parametrize("how", [after, *in_full(before)])
+@full
+@pytest.mark.parametrize("how", [after, before])
 def test_dpo_on_a_sharded_adapter(world, tmp_path, how):
     """TRL copies an adapter into a second one, the reference, also where the first one is sharded."""
     check(world, tmp_path, dpo, how, plain, learning_rate=1.0)

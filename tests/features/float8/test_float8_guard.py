@@ -176,8 +176,9 @@ def test_the_ratio_is_that_of_all_ranks(world):
 # -- no trace ---------------------------------------------------------------------------------------------------------
 
 
+@full
 @pytest.mark.parametrize(
-    "options", [{"use_checkpoint": True}, *in_full({"use_checkpoint": False}), *in_slow({"zero_level": 2})], ids=str
+    "options", [{"use_checkpoint": True}, {"use_checkpoint": False}, *in_slow({"zero_level": 2})], ids=str
 )
 @on_ranks(2)
 def test_the_measurement_leaves_no_trace(options: dict) -> None:

@@ -654,7 +654,6 @@ def test_the_peak_is_kept(which, micro_batches):
             ("a block twice", 3, SCHEDULE),
             ("batches grow", 3, None),
             ("each layer, True", 3, SCHEDULE),
-            ("t5", 3, None),
         ],
         list(CASES),
         [2, 3],

@@ -117,9 +117,8 @@ def test_adapters(world, size, double):
     world(size)(adapters, "stand-in", double, {})
 
 
-@pytest.mark.parametrize(
-    "options", [{"keep_frozen": True}, *in_full({"zero_level": 2}, {"use_checkpoint": False})], ids=str
-)
+@full
+@pytest.mark.parametrize("options", [{"keep_frozen": True}, {"zero_level": 2}, {"use_checkpoint": False}], ids=str)
 def test_options(world, options):
     world(2)(adapters, "stand-in", False, options)
 

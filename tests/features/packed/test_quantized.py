@@ -98,6 +98,7 @@ def test_other_adapters_and_options(world, options, wrap):
     world(2)(adapters, "nf4", options, wrap)
 
 
+@full
 @on_ranks(2, full=(1,))
 def test_adapters_that_come_later():
     """The base is wrapped first; adapters are added by PEFT, and an optimizer of ours steps."""

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import hf_bmtrain as bmt
-from cases import in_full, pairwise, rows_in_full
+from cases import full, in_full, pairwise, rows_in_full
 from hf_bmtrain.features.experts import sorted as sorted_experts
 from hf_bmtrain.features.mlp import chunked
 from inner import state_of
@@ -259,7 +259,8 @@ def test_clean_families(world, size, name, dtype, case):
     assert "the sharded and the plain step agree" in table
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, *in_full(torch.float32)])
+@full
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @on_ranks(2, full=(1,))
 def test_state_is_kept(dtype):
     """In the middle of an accumulation, in half precision; the training after it is the one without it."""

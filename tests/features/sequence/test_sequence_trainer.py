@@ -54,7 +54,7 @@ def train_plainly(name, steps, norm):
     return losses, model
 
 
-@pytest.mark.parametrize("name", ["llama", *MEANS])
+@pytest.mark.parametrize("name", by_default(["llama", *MEANS], "llama", "llama-tokens"))
 @pytest.mark.parametrize("accumulation", by_default([1, 2], 2))
 @on_ranks(4, full=(2,))
 def test_trainer(folder, name, accumulation):

@@ -21,7 +21,7 @@ MODULES = (
 )  # fmt: skip
 
 
-DEFAULT = ("trainer_with_datasets", "evaluate", "event_flow", "save_checkpoints")
+DEFAULT = ("trainer_with_datasets", "evaluate", "save_checkpoints")
 SLOW = (
     "logging_inf_nan_filter", "get_num_trainable_parameters", "number_of_steps_in_training", "return_sequences",
     "num_train_epochs_in_training", "special_token_alignment", "eval_use_gather_object", "remove_callback_by_class",

@@ -27,7 +27,8 @@ class Speedometer(Observer):
     """Measures the speed of training: samples, tokens and FLOPs of the model's training forwards per second.
 
     The FLOPs are those that training requires, without recomputation. Per token they are 6N for N parameters in matrix
-    products, and 12·L·H·T for the attention of L layers of width H over T tokens (Chowdhery et al., 2022, appendix B).
+    products, and 12·L·H·T for the attention over T tokens of L layers whose heads have the width H together (Chowdhery
+    et al., 2022, appendix B).
     FLOPs are not reported for mixtures of experts and encoder-decoders, for which the formula does not hold.
     """
 
@@ -109,7 +110,19 @@ def _flops_a_token(model: Any) -> tuple[float, float]:
             type(model).__name__,
         )
         return 0.0, 0.0
-    return 6.0 * ParameterCount(model)(exclude_embeddings=True), 12.0 * layers * width
+    return 6.0 * ParameterCount(model)(exclude_embeddings=True), 12.0 * layers * _attention_width(config)
+
+
+def _attention_width(config: Any) -> float:
+    """Return the width of all attention heads of a layer together, which may differ from the hidden size.
+
+    If values are narrower than queries and keys, return the mean of both: each takes part in one of two products.
+    """
+    heads = getattr(config, "num_attention_heads", None)
+    if heads and hasattr(config, "qk_head_dim"):
+        return heads * (config.qk_head_dim + config.v_head_dim) / 2
+    size = getattr(config, "head_dim", None)
+    return heads * size if heads and size else config.hidden_size
 
 
 class ParameterCount:

@@ -1,6 +1,8 @@
 """What the speedometer counts, over ranks that see different numbers of rows."""
 
 import time
+from types import SimpleNamespace
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -9,7 +11,7 @@ from transformers import Trainer
 
 import hf_bmtrain as bmt
 from cases import full, in_full
-from hf_bmtrain.hf.speed import ParameterCount, Speedometer
+from hf_bmtrain.hf.speed import ParameterCount, Speedometer, _flops_a_token
 from tiny_models import batch, build
 
 
@@ -58,6 +60,19 @@ def test_rates_are_of_all_ranks(world, size):
         weights = sum(p.numel() for name, p in plain.named_parameters() if "embed_tokens" not in name)
         flops = rows * 7 * (6 * weights + 12 * 3 * 24 * 7)
         assert report["model_tflops_per_device"] == pytest.approx(flops / 10 / size / 1e12, rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("more", "width"),
+    [({}, 32), ({"head_dim": 16}, 64), ({"qk_head_dim": 12, "v_head_dim": 4}, 32), ({"head_dim": None}, 32)],
+    ids=str,
+)
+def test_attention_is_as_wide_as_its_heads(more, width):
+    """Qwen3 and Gemma, for instance, have heads that are wider together than a hidden state."""
+    config = SimpleNamespace(num_hidden_layers=3, hidden_size=32, num_attention_heads=4, **more)
+    model: Any = torch.nn.Linear(2, 2)
+    model.config = config
+    assert _flops_a_token(model)[1] == 12 * 3 * width
 
 
 def counts(family, tied):

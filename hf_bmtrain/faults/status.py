@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
@@ -238,4 +239,7 @@ def _in_words(lines: list[tuple[str, str]]) -> str:
 
 def _short(path: str) -> str:
     """Return `path` as a relative path if it is inside the working directory, and otherwise unchanged."""
-    return os.path.relpath(path) if path.startswith(os.getcwd() + os.sep) else path
+    with contextlib.suppress(OSError):  # the working directory may be deleted, or on a file system that fails
+        if path.startswith(os.getcwd() + os.sep):
+            return os.path.relpath(path)
+    return path

@@ -21,6 +21,7 @@ import torch
 from ..engine.base.arguments import expect_callable, expect_flag, expect_kind, expect_number
 from ..engine.base.files import flush
 from ..engine.runtime.world import World, current_world, wait_loader
+from ..faults.watch import Watch
 from . import small_state
 from .entries import (
     MODEL,
@@ -662,15 +663,20 @@ class _Posts:
     def _look(self, key: str, rank: int) -> str:
         """Wait for the text that a rank stores under `key` in the launcher's key-value store, and return it.
 
-        Raises TimeoutError if there is no text after `_SECONDS` (half an hour).
+        Raises TimeoutError if there is no text after `_SECONDS` (half an hour), or if the process of `rank` has ended.
 
         key: the full key, in which `rank` stores its text.
         rank: the rank that stores the text, for the message.
         """
-        end = time.monotonic() + _SECONDS
+        end, watch, gone, look_again = time.monotonic() + _SECONDS, self._world.monitor, "", 0.0
         while time.monotonic() < end:
+            # Look for the rank before its text, which it may store just before its process ends.
+            if time.monotonic() > look_again and isinstance(watch, Watch):
+                gone, look_again = watch.why_gone(rank), time.monotonic() + 1
             shown = self._world.control.look(key)
             if shown is not None:
                 return shown
+            if gone:
+                raise TimeoutError(gone)
             time.sleep(0.05)
         raise TimeoutError(f"rank {rank} did not finish saving within {_SECONDS} s. Look for an error in its log")

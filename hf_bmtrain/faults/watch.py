@@ -465,6 +465,14 @@ class Watch(Monitor):
             )
         return ""
 
+    def why_gone(self, rank: int) -> str:
+        """Return where a rank was last seen and how its process has ended, or "" if it runs or is on another host.
+
+        Any thread may call this method.
+        """
+        status = self._read(rank) if rank in self._board.neighbours else None
+        return self._last_seen(rank, status) if status is not None and condition(status.pid) == "gone" else ""
+
     def _last_seen(self, rank: int, status: Status) -> str:
         """Return a text about a rank that cannot take part in operations: where it was last seen, and why it cannot.
 

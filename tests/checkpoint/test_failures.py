@@ -20,6 +20,9 @@ from hf_bmtrain.checkpoint import folder as folders
 from hf_bmtrain.checkpoint import ranges
 from hf_bmtrain.checkpoint.header import Damaged
 from hf_bmtrain.checkpoint.manifest import Checked, Manifest
+from hf_bmtrain.checkpoint.save_state import _Posts
+from hf_bmtrain.faults.status import Status
+from hf_bmtrain.faults.watch import Watch
 from log_lines import log_lines
 from processes import environment
 from resumable import Training
@@ -372,6 +375,20 @@ def test_nothing_is_written_after_a_failure(tmp_path):
     with mock.patch.object(os, "pwrite", pwrite), pytest.raises(OSError, match="No space left"):
         ranges.write_parts(tmp_path, parts)
     assert not late
+
+
+def test_a_background_save_does_not_wait_for_a_rank_that_was_killed():
+    """The thread kept the process of the other rank, whose program had failed, for half an hour."""
+    child = os.fork()
+    if not child:
+        os._exit(0)
+    os.waitpid(child, 0)
+    watch = Watch()
+    watch._board = mock.Mock(neighbours=[1], **{"read.return_value": Status(pid=child, place="a.py:3").to_text()})
+    world = mock.Mock(size=2, rank=0, monitor=watch, **{"control.look": lambda key: "" if key.endswith(" 0") else None})
+    with mock.patch("hf_bmtrain.checkpoint.save_state._SECONDS", 6):
+        problem = _Posts(world, mock.Mock(staged="tmp")).collect("parts", None)
+    assert problem.startswith("rank 1: rank 1 was last seen at a.py:3; its process has ended without an exception")
 
 
 # -- two jobs -------------------------------------------------------------------------------------------------------

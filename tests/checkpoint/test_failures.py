@@ -391,6 +391,24 @@ def test_a_background_save_does_not_wait_for_a_rank_that_was_killed():
     assert problem.startswith("rank 1: rank 1 was last seen at a.py:3; its process has ended without an exception")
 
 
+def test_files_that_are_added_are_flushed_before_older_checkpoints_are_deleted(tmp_path):
+    """After a failure of the machine, the new checkpoint was damaged, and the older ones were gone."""
+    (tmp_path / "manifest.json").write_bytes(Manifest(1, 1, 1, {}).to_bytes())
+    (tmp_path / "adapter").mkdir()
+    for name in ("trainer_state.json", "adapter/weights"):
+        (tmp_path / name).write_text("values")
+    flushed, fsync = set(), os.fsync
+
+    def note(handle):
+        flushed.add(os.readlink(f"/proc/self/fd/{handle}").removeprefix(f"{tmp_path}/"))
+        fsync(handle)
+
+    with mock.patch.object(os, "fsync", note):
+        folders.add_checksums(tmp_path)
+    assert {"trainer_state.json", "adapter/weights", "adapter"} <= flushed
+    assert folders.find_damage_of_added(tmp_path) is None
+
+
 # -- two jobs -------------------------------------------------------------------------------------------------------
 
 HOLDER = """

@@ -44,6 +44,7 @@ from .ranges import Part, checksums, write_file, write_parts
 _log = logging.getLogger("hf_bmtrain")
 _PACKAGES = ("hf_bmtrain", "torch", "transformers", "accelerate")
 _SECONDS = 1800  # how long a background thread waits for another rank's report
+_GONE_SECONDS = 5.0  # how often it looks whether that rank's process has ended; a launcher usually ends all before
 
 
 class Exchange(Protocol):
@@ -668,15 +669,15 @@ class _Posts:
         key: the full key, in which `rank` stores its text.
         rank: the rank that stores the text, for the message.
         """
-        end, watch, gone, look_again = time.monotonic() + _SECONDS, self._world.monitor, "", 0.0
+        end, watch, gone = time.monotonic() + _SECONDS, self._world.monitor, ""
+        look_again = time.monotonic() + _GONE_SECONDS
         while time.monotonic() < end:
-            # Look for the rank before its text, which it may store just before its process ends.
-            if time.monotonic() > look_again and isinstance(watch, Watch):
-                gone, look_again = watch.why_gone(rank), time.monotonic() + 1
             shown = self._world.control.look(key)
             if shown is not None:
                 return shown
-            if gone:
+            if gone:  # it had ended before this last look for its text
                 raise TimeoutError(gone)
+            if time.monotonic() > look_again and isinstance(watch, Watch):
+                gone, look_again = watch.why_gone(rank), time.monotonic() + _GONE_SECONDS
             time.sleep(0.05)
         raise TimeoutError(f"rank {rank} did not finish saving within {_SECONDS} s. Look for an error in its log")

@@ -386,7 +386,8 @@ def test_a_background_save_does_not_wait_for_a_rank_that_was_killed():
     watch = Watch()
     watch._board = mock.Mock(neighbours=[1], **{"read.return_value": Status(pid=child, place="a.py:3").to_text()})
     world = mock.Mock(size=2, rank=0, monitor=watch, **{"control.look": lambda key: "" if key.endswith(" 0") else None})
-    with mock.patch("hf_bmtrain.checkpoint.save_state._SECONDS", 6):
+    place = "hf_bmtrain.checkpoint.save_state"
+    with mock.patch(f"{place}._SECONDS", 6), mock.patch(f"{place}._GONE_SECONDS", 0.1):
         problem = _Posts(world, mock.Mock(staged="tmp")).collect("parts", None)
     assert problem.startswith("rank 1: rank 1 was last seen at a.py:3; its process has ended without an exception")
 

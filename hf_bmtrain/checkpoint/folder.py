@@ -19,7 +19,7 @@ from typing import IO, NamedTuple
 from ..engine.base.files import atomic_file, flush, flush_name
 from .header import Damaged
 from .manifest import NAME, Manifest
-from .ranges import check_file
+from .ranges import PIECE_BYTES, check_file
 
 _log = logging.getLogger("hf_bmtrain")
 _STAGING = "tmp-"
@@ -313,14 +313,14 @@ def add_checksums(folder: Path) -> None:
     """Record the checksums of the files that other code, such as Trainer, has added to the checkpoint in `folder`.
 
     Every file that the manifest does not list counts as added, because `save_state` lists all files in it. Files in
-    subfolders are ignored. The checksums are written to the file `complete.json`.
+    subfolders get no checksums. All added files are flushed to disk. The checksums are written to `complete.json`.
     """
     known = {NAME, *Manifest.read(folder).files}
-    sums = {
-        path.name: zlib.crc32(path.read_bytes())
-        for path in sorted(folder.iterdir())
-        if path.is_file() and path.name not in known
-    }
+    added = [path for path in sorted(folder.rglob("*")) if path.name not in known or path.parent != folder]
+    for path in added:
+        if path.is_file() or path.is_dir():
+            flush(path)
+    sums = {path.name: _crc_of(path) for path in added if path.is_file() and path.parent == folder}
     with atomic_file(folder / ADDED) as temporary:
         temporary.write_text(json.dumps(sums))
 
@@ -388,7 +388,16 @@ def check_added(folder: Path, name: str, crc: int) -> str | None:
         crc: the CRC-32 that was recorded for the file.
     """
     try:
-        found = zlib.crc32((folder / name).read_bytes())
+        found = _crc_of(folder / name)
     except OSError as error:
         return f"{name} cannot be read: {error.strerror}"
     return None if found == crc else f"{name} does not match its checksum. If you have edited this file, delete {ADDED}"
+
+
+def _crc_of(path: Path) -> int:
+    """Return the CRC-32 of a file, of which 4 MiB are in memory at a time: it may contain all weights of a model."""
+    crc = 0
+    with open(path, "rb") as file:
+        while data := file.read(PIECE_BYTES):
+            crc = zlib.crc32(data, crc)
+    return crc

@@ -21,6 +21,7 @@ import torch
 from ..engine.base.arguments import expect_callable, expect_flag, expect_kind, expect_number
 from ..engine.base.files import flush
 from ..engine.runtime.world import World, current_world, wait_loader
+from ..faults.watch import Watch
 from . import small_state
 from .entries import (
     MODEL,
@@ -43,6 +44,7 @@ from .ranges import Part, checksums, write_file, write_parts
 _log = logging.getLogger("hf_bmtrain")
 _PACKAGES = ("hf_bmtrain", "torch", "transformers", "accelerate")
 _SECONDS = 1800  # how long a background thread waits for another rank's report
+_GONE_SECONDS = 5.0  # how often it looks whether that rank's process has ended; a launcher usually ends all before
 
 
 class Exchange(Protocol):
@@ -662,15 +664,20 @@ class _Posts:
     def _look(self, key: str, rank: int) -> str:
         """Wait for the text that a rank stores under `key` in the launcher's key-value store, and return it.
 
-        Raises TimeoutError if there is no text after `_SECONDS` (half an hour).
+        Raises TimeoutError if there is no text after `_SECONDS` (half an hour), or if the process of `rank` has ended.
 
         key: the full key, in which `rank` stores its text.
         rank: the rank that stores the text, for the message.
         """
-        end = time.monotonic() + _SECONDS
+        end, watch, gone = time.monotonic() + _SECONDS, self._world.monitor, ""
+        look_again = time.monotonic() + _GONE_SECONDS
         while time.monotonic() < end:
             shown = self._world.control.look(key)
             if shown is not None:
                 return shown
+            if gone:  # it had ended before this last look for its text
+                raise TimeoutError(gone)
+            if time.monotonic() > look_again and isinstance(watch, Watch):
+                gone, look_again = watch.why_gone(rank), time.monotonic() + _GONE_SECONDS
             time.sleep(0.05)
         raise TimeoutError(f"rank {rank} did not finish saving within {_SECONDS} s. Look for an error in its log")

@@ -322,11 +322,17 @@ def _verify(path: Path, sums: Any, state: dict[str, Any], part: tuple[int, int])
 def _fill_ties(model: torch.nn.Module, state: OrderedDict) -> None:
     """Add missing names of tied weights to `state`, because a file may contain a tied weight under one name only.
 
+    The same is done for persistent buffers with several names.
+
     model: the model, in which a tied weight has several names.
     state: a state dict. If it contains a tied weight under any name, the same tensor is added under the other names.
     """
-    for first, others in tied_names(model).items():
-        tied = [first, *others]
+    buffers: dict[int, list[str]] = {}
+    for prefix, module in model.named_modules(remove_duplicate=False):
+        for name, buffer in module._buffers.items():
+            if buffer is not None and name not in module._non_persistent_buffers_set:
+                buffers.setdefault(id(buffer), []).append(f"{prefix}.{name}" if prefix else name)
+    for tied in [*([first, *others] for first, others in tied_names(model).items()), *buffers.values()]:
         present = next((name for name in tied if name in state), None)
         if present is not None:
             for name in tied:

@@ -66,7 +66,7 @@ def install(world: World, watch: Watch, opened: Sequence[Communicator], joined: 
     Returns:
         A function that undoes these changes. This process's exit handler also calls it.
     """
-    exits = Exits()
+    exits, pid = Exits(), os.getpid()
     undo = [_report_exceptions(watch, world.rank), exits.install()]
 
     def restore() -> None:
@@ -76,7 +76,8 @@ def install(world: World, watch: Watch, opened: Sequence[Communicator], joined: 
 
     def leave() -> None:
         restore()
-        _leave(world, watch, opened, joined, exits)
+        if os.getpid() == pid:  # a forked child also has this exit handler, but must not leave in the rank's place
+            _leave(world, watch, opened, joined, exits)
 
     atexit.register(leave)
     return restore
@@ -88,9 +89,12 @@ def _report_exceptions(watch: Watch, rank: int) -> Callable[[], None]:
     watch: the monitor that tells the other ranks how this rank ended, and finds out which rank failed first.
     rank: this rank.
     """
-    print_exception = sys.excepthook
+    print_exception, pid = sys.excepthook, os.getpid()
 
     def report(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        if os.getpid() != pid:  # in a forked child, whose end is not that of this rank
+            print_exception(kind, error, trace)
+            return
         line, interrupted = line_of(trace), isinstance(error, KeyboardInterrupt)
         at = f" at {line}" if line else ""
         if interrupted and not watch.has_failed:

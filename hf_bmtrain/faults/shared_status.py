@@ -26,6 +26,8 @@ Each rank has a page of shared memory. It contains, one after the other: the num
 two text areas, each with the length of a text (8 bytes) and the text in UTF-8; and _JOURNALS collective logs of WORDS
 words of 8 bytes.
 """
+LONGEST_TEXT = _TEXT_BYTES - 8
+"""The maximum length of a text in a page, in bytes of UTF-8."""
 _JOURNALS = 8
 _JOURNALS_START = 8 + 2 * _TEXT_BYTES
 _PAGE_BYTES = _JOURNALS_START + _JOURNALS * WORDS * 8
@@ -116,11 +118,11 @@ class SharedStatus:
     def show(self, text: str) -> None:
         """Publish `text` as this rank's status, in place of its previous text. Any thread may call this method.
 
-        In shared memory, a text longer than 32 KiB is truncated.
+        In shared memory, a text longer than LONGEST_TEXT bytes is truncated.
         """
         if self._pages:
             with self._writing:
-                _write(self._pages[self._rank], text.encode()[: _TEXT_BYTES - 8])
+                _write(self._pages[self._rank], text.encode()[:LONGEST_TEXT])
         if self._several_hosts or not self._pages:
             self._ask(self._control.show, _KEY.format(self._rank), text)
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import math
 import os
 import sys
 import sysconfig
@@ -88,9 +90,20 @@ class Status:
         """Whether KeyboardInterrupt has ended the rank's program."""
         return self.ended.startswith(INTERRUPTED)
 
-    def to_text(self) -> str:
-        """Return this status of a rank as JSON."""
-        return json.dumps(asdict(self))
+    def to_text(self, limit: float = math.inf) -> str:
+        """Return this status of a rank as JSON, in ASCII, of at most `limit` characters.
+
+        If it would be longer, its texts are cut off. An error may contain a page of the user's data, of which a
+        character takes up to 12 characters of JSON. If it is still too long, it has no occasions and excerpts.
+        """
+        values = asdict(self)
+        for length in (None, 1000, 250, 50):
+            short = {name: value[:length] if isinstance(value, str) else value for name, value in values.items()}
+            short["occasions"] = {number: text[:length] for number, text in self.occasions.items()}
+            text = json.dumps(short)
+            if len(text) <= limit:
+                return text
+        return json.dumps({**short, "occasions": {}, "excerpts": []})
 
     @classmethod
     def from_text(cls, text: str) -> Status:
@@ -226,4 +239,7 @@ def _in_words(lines: list[tuple[str, str]]) -> str:
 
 def _short(path: str) -> str:
     """Return `path` as a relative path if it is inside the working directory, and otherwise unchanged."""
-    return os.path.relpath(path) if path.startswith(os.getcwd() + os.sep) else path
+    with contextlib.suppress(OSError):  # the working directory may be deleted, or on a file system that fails
+        if path.startswith(os.getcwd() + os.sep):
+            return os.path.relpath(path)
+    return path

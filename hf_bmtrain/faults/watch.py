@@ -20,7 +20,7 @@ from ..engine.comm.communicator import Communicator
 from ..engine.comm.object_comm import ObjectComm
 from ..engine.runtime.monitor import EXIT, Monitor
 from .meeting import REPEAT_SECONDS, hang_seconds, meet
-from .shared_status import SharedStatus
+from .shared_status import LONGEST_TEXT, SharedStatus
 from .status import Status, condition
 
 _log = logging.getLogger("hf_bmtrain")
@@ -235,9 +235,12 @@ class Watch(Monitor):
                     self._tell(problem)
                     return
         except Exception as error:
-            _log.debug(
-                "rank %d stops monitoring the other ranks because of an error: %s", self._rank, error, exc_info=True
-            )
+            _log.log(
+                logging.DEBUG if self._stopped.is_set() or self.status.ended else logging.WARNING,
+                "rank %d no longer watches the other ranks, because of an error in the watching thread. Training is "
+                "not affected, but this rank will not name ranks that fail or hang. %s: %s",
+                self._rank, type(error).__name__, error, exc_info=True,
+            )  # fmt: skip
 
     def _look(self) -> str | None:
         """Publish this rank's status, and read the status of other ranks. The thread calls this method once a second.
@@ -306,7 +309,7 @@ class Watch(Monitor):
         """Publish this rank's status to the other ranks."""
         self.status.excerpts = self.excerpts()
         self.status.occasions = {str(number): text for number, text in list(self._control.occasions.items())[-32:]}
-        self._board.show(self.status.to_text())
+        self._board.show(self.status.to_text(LONGEST_TEXT))
 
     def _read(self, rank: int) -> Status | None:
         text = self._board.read(rank)
@@ -461,6 +464,14 @@ class Watch(Monitor):
                 "network is down"
             )
         return ""
+
+    def why_gone(self, rank: int) -> str:
+        """Return where a rank was last seen and how its process has ended, or "" if it runs or is on another host.
+
+        Any thread may call this method.
+        """
+        status = self._read(rank) if rank in self._board.neighbours else None
+        return self._last_seen(rank, status) if status is not None and condition(status.pid) == "gone" else ""
 
     def _last_seen(self, rank: int, status: Status) -> str:
         """Return a text about a rank that cannot take part in operations: where it was last seen, and why it cannot.

@@ -18,7 +18,7 @@ import transformers
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from ..checkpoint import small_state
-from ..checkpoint.folder import ADDED, add_checksums, delete_oldest, deleting_older, find_damage_of_added, remove
+from ..checkpoint.folder import ADDED, add_checksums, delete_oldest, deleting_older, find_damage_of_added, lock, remove
 from ..checkpoint.folder import find_damage as find_damage_in
 from ..checkpoint.load_state import load_parts
 from ..checkpoint.manifest import NAME as MANIFEST
@@ -335,11 +335,33 @@ def set_aside_incomplete(output_dir: str | os.PathLike) -> None:
     """Rename checkpoints that Trainer did not finish, so that `resume_from_checkpoint=True` does not find them.
 
     The checkpoint of step N gets the name incomplete-checkpoint-N. If any checkpoint is renamed, those that earlier
-    calls renamed are deleted. If an earlier checkpoint of step N was complete, it gets its own name again. Not
+    calls renamed are deleted. If an earlier checkpoint of step N was complete, it gets its own name again. Nothing is
+    renamed while another job saves checkpoints to `output_dir`, because it may be writing the incomplete one. Not
     collective: only rank 0 calls this.
     """
     reasons = {folder: _missing(folder) for folder in _by_step(output_dir) if _identity(folder) is not None}
     incomplete = {folder: missing for folder, missing in reasons.items() if missing is not None}
+    earlier = [*Path(output_dir).absolute().glob(f"{_EARLIER}{PREFIX_CHECKPOINT_DIR}-*")]
+    if not incomplete and not earlier:
+        return
+    root = Path(output_dir).resolve()
+    keeper = current_world().kept.get(root)
+    held = None
+    if keeper is None or keeper.lock is None:  # opening and closing the file of a lock would release it
+        try:
+            held = lock(root)
+        except RuntimeError as error:
+            _log.warning("The checkpoints in %s that are incomplete now were not renamed. %s", root, error)
+            return
+    try:
+        _set_aside(output_dir, incomplete, earlier)
+    finally:
+        if held is not None:
+            held.close()
+
+
+def _set_aside(output_dir: str | os.PathLike, incomplete: dict[Path, str], earlier: list[Path]) -> None:
+    """Rename the `incomplete` checkpoints, given with what they lack, and settle the `earlier` ones of their steps."""
     for left in Path(output_dir).absolute().glob(f"incomplete-{PREFIX_CHECKPOINT_DIR}-*") if incomplete else ():
         remove(left)
     for folder, missing in incomplete.items():
@@ -351,8 +373,8 @@ def set_aside_incomplete(output_dir: str | os.PathLike) -> None:
             "checkpoint is found",
             folder, missing, aside.name,
         )  # fmt: skip
-    for earlier in Path(output_dir).absolute().glob(f"{_EARLIER}{PREFIX_CHECKPOINT_DIR}-*"):
-        _settle_earlier(earlier.with_name(earlier.name.removeprefix(_EARLIER)))
+    for each in earlier:
+        _settle_earlier(each.with_name(each.name.removeprefix(_EARLIER)))
 
 
 def _set_earlier_aside(folder: Path) -> None:

@@ -20,6 +20,9 @@ from hf_bmtrain.checkpoint import folder as folders
 from hf_bmtrain.checkpoint import ranges
 from hf_bmtrain.checkpoint.header import Damaged
 from hf_bmtrain.checkpoint.manifest import Checked, Manifest
+from hf_bmtrain.checkpoint.save_state import _Posts
+from hf_bmtrain.faults.status import Status
+from hf_bmtrain.faults.watch import Watch
 from log_lines import log_lines
 from processes import environment
 from resumable import Training
@@ -372,6 +375,39 @@ def test_nothing_is_written_after_a_failure(tmp_path):
     with mock.patch.object(os, "pwrite", pwrite), pytest.raises(OSError, match="No space left"):
         ranges.write_parts(tmp_path, parts)
     assert not late
+
+
+def test_a_background_save_does_not_wait_for_a_rank_that_was_killed():
+    """The thread kept the process of the other rank, whose program had failed, for half an hour."""
+    child = os.fork()
+    if not child:
+        os._exit(0)
+    os.waitpid(child, 0)
+    watch = Watch()
+    watch._board = mock.Mock(neighbours=[1], **{"read.return_value": Status(pid=child, place="a.py:3").to_text()})
+    world = mock.Mock(size=2, rank=0, monitor=watch, **{"control.look": lambda key: "" if key.endswith(" 0") else None})
+    place = "hf_bmtrain.checkpoint.save_state"
+    with mock.patch(f"{place}._SECONDS", 6), mock.patch(f"{place}._GONE_SECONDS", 0.1):
+        problem = _Posts(world, mock.Mock(staged="tmp")).collect("parts", None)
+    assert problem.startswith("rank 1: rank 1 was last seen at a.py:3; its process has ended without an exception")
+
+
+def test_files_that_are_added_are_flushed_before_older_checkpoints_are_deleted(tmp_path):
+    """After a failure of the machine, the new checkpoint was damaged, and the older ones were gone."""
+    (tmp_path / "manifest.json").write_bytes(Manifest(1, 1, 1, {}).to_bytes())
+    (tmp_path / "adapter").mkdir()
+    for name in ("trainer_state.json", "adapter/weights"):
+        (tmp_path / name).write_text("values")
+    flushed, fsync = set(), os.fsync
+
+    def note(handle):
+        flushed.add(os.readlink(f"/proc/self/fd/{handle}").removeprefix(f"{tmp_path}/"))
+        fsync(handle)
+
+    with mock.patch.object(os, "fsync", note):
+        folders.add_checksums(tmp_path)
+    assert {"trainer_state.json", "adapter/weights", "adapter"} <= flushed
+    assert folders.find_damage_of_added(tmp_path) is None
 
 
 # -- two jobs -------------------------------------------------------------------------------------------------------

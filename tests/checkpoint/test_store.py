@@ -404,3 +404,23 @@ def test_memory_of_loading(tmp_path):
         for case, (peak, left) in results.items():
             if case != "AdamW optimizer":  # torch's load_state_dict keeps whole tensors until the next step
                 assert max(peak, left) < 1.1 and (not case.startswith("load ") or peak < 0.1), case
+
+
+class SharesBuffers(torch.nn.Module):
+    def __init__(self, value):
+        super().__init__()
+        self.register_buffer("one", torch.full((3,), value))
+        self.register_buffer("other", self.one)
+        self.register_buffer("passing", self.one, persistent=False)
+
+
+def test_a_buffer_with_two_names_is_loaded(world, tmp_path):
+    """A safetensors file contains it once, and `load` said that its other name was missing."""
+    world(1)(loads_shared_buffers, str(tmp_path / "model.safetensors"))
+
+
+def loads_shared_buffers(path):
+    model = SharesBuffers(2.0)
+    bmt.save(SharesBuffers(1.0), path)
+    bmt.load(model, path)
+    assert model.one is model.other and model.one.tolist() == [1.0] * 3

@@ -169,6 +169,37 @@ def test_the_place_is_the_users_line(tmp_path):
     assert again == mine
 
 
+def read_a_long_status() -> list[tuple[str, str]]:
+    world = bmt.current_world()
+    watch = Watch()
+    with mock.patch.object(Watch, "_compare"):  # the logs stay with the watch of this world
+        watch.open(world.control, world.rank, lambda: None, lambda: False)
+    for each in range(40):
+        world.control.occasions[each] = "\N{GRINNING FACE}" * 500
+    watch.status.problem = f"rank 1 raised ValueError: {'文' * 6000}"
+    watch.end(f"raised ValueError: {'文' * 6000}")
+    world.gather_objects(None)
+    found = [(status.ended[:20], str(status.problem)[:20]) for _, status in sorted(watch._read_all().items())]
+    world.gather_objects(None)
+    watch.stop()
+    for each in range(40):
+        del world.control.occasions[each]
+    return found
+
+
+def test_a_status_with_long_texts_is_read_by_all_ranks(world):
+    """A text that was cut off could not be read: every rank that waited failed in its excepthook, without a reason."""
+    assert world(2)(read_a_long_status) == [[("raised ValueError: 文", "rank 1 raised ValueE")] * 2] * 2
+
+
+def test_a_watch_that_fails_says_so(world, caplog):
+    watch = Watch()
+    with mock.patch.object(Watch, "_look", side_effect=ValueError("broken")), mock.patch.object(watch._stopped, "wait"):
+        watch._stopped.wait.return_value = False
+        watch._run()
+    assert "rank 0 no longer watches the other ranks" in caplog.text and "ValueError: broken" in caplog.text
+
+
 @full
 def test_the_condition_of_a_process():
     assert status.condition(os.getpid()) == ""

@@ -1,9 +1,14 @@
 """The line and the exit code of a program that leaves by `sys.exit`, `exit` or `quit`."""
 
+import os
 import subprocess
 import sys
+import threading
+from unittest import mock
 
 from cases import full
+from hf_bmtrain.faults.process import install
+from hf_bmtrain.faults.status import Status
 from processes import environment
 
 PROGRAM = """
@@ -97,3 +102,32 @@ def test_the_line_and_the_code_of_an_exit(tmp_path):
     told = done.stdout.splitlines()
     assert len(told) == len(EXPECTED)
     assert all(line.startswith(expected) for line, expected in zip(told, EXPECTED)), told
+
+
+def test_a_forked_child_does_not_end_its_rank(capfd):
+    """It told the other ranks that its parent had left or raised, and took part in their next operation."""
+    world, watch, before = mock.Mock(), mock.Mock(problem=None, **{"raised_before.return_value": None}), sys.excepthook
+    with mock.patch("atexit.register") as register:
+        restore = install(world, watch, [], False)
+    child = os.fork()
+    if not child:
+        try:
+            sys.excepthook(ValueError, ValueError("in the child"), None)
+            register.call_args.args[0]()
+        finally:
+            os._exit(len([*watch.mock_calls, *world.mock_calls]))
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    restore()
+    assert sys.excepthook is before and not watch.mock_calls
+    told = capfd.readouterr().err
+    assert "ValueError: in the child" in told and "other ranks" not in told
+
+
+def test_a_working_directory_that_is_gone(tmp_path, monkeypatch):
+    """sys.exit raised FileNotFoundError, and a rank that failed told no other rank."""
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    status = Status()
+    status.look(threading.get_ident())
+    assert "test_ending.py:" in status.place

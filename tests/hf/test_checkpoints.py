@@ -3,6 +3,8 @@
 import os
 import shutil
 import signal
+import subprocess
+import sys
 from pathlib import Path
 from unittest import mock
 
@@ -16,6 +18,7 @@ from cases import full, in_full, rows_in_full
 from hf_bmtrain.checkpoint.__main__ import verify
 from hf_bmtrain.checkpoint.folder import find
 from hf_bmtrain.hf.calling_trainer import calling_trainer
+from hf_bmtrain.hf.checkpoints import set_aside_incomplete
 from jobs import bmt_adam, losses, torch_adam
 from log_lines import log_lines
 from state_dicts import check_equal
@@ -115,6 +118,31 @@ def test_one_checkpoint_is_whole_at_any_time(world, tmp_path, cls, left):
     resumed = world(2)(run, str(tmp_path / "run"), given, options, True)
     assert {path.name for path in (tmp_path / "run").glob("checkpoint-*")} == {"checkpoint-6"}
     assert losses(resumed[0]["history"], "grad_norm") == losses(whole[0]["history"], "grad_norm")
+
+
+HOLDER = """
+import fcntl, sys
+file = open(sys.argv[1] + "/.lock", "a+")
+fcntl.lockf(file, fcntl.LOCK_EX)
+print("locked", flush=True)
+sys.stdin.read()
+"""
+
+
+def test_a_checkpoint_that_another_job_is_saving_is_left_alone(world, tmp_path):
+    """A Trainer created meanwhile, to evaluate or predict, renamed it: the training failed and lost the checkpoint."""
+    for name in ("checkpoint-2", "earlier-checkpoint-4"):
+        (tmp_path / name).mkdir()
+    torch.save({"ranks": [{"extra": {"id": "of the other job"}}]}, tmp_path / "checkpoint-2" / "state.pt")
+    found = []
+    with subprocess.Popen([sys.executable, "-c", HOLDER, str(tmp_path)], stdin=-1, stdout=-1, text=True) as job:
+        assert job.stdout.readline() == "locked\n"
+        world(1)(set_aside_incomplete, str(tmp_path))
+        found.append(sorted(path.name for path in tmp_path.iterdir() if path.name != ".lock"))
+        job.stdin.close()
+    world(1)(set_aside_incomplete, str(tmp_path))
+    found.append(sorted(path.name for path in tmp_path.iterdir() if path.name != ".lock"))
+    assert found == [["checkpoint-2", "earlier-checkpoint-4"], ["checkpoint-4", "incomplete-checkpoint-2"]]
 
 
 class ChangesItsMind(transformers.TrainerCallback):

@@ -141,3 +141,8 @@ def test_targets_are_the_completions():
 def test_the_options_have_defaults():
     options = parse_options([])
     assert (options.quantize, options.model, options.rank) == (None, None, 16)
+
+
+def test_held_out_questions_are_not_trained_on():
+    training, held_out = cut(ask(generate_text(seed=0).splitlines()))
+    assert not {*training} & {*held_out}

@@ -12,7 +12,7 @@ from bench.engines.registry import check, why_missing
 from bench.engines.shared_rows import compute_loss_in_chunks
 from bench.models import IGNORED, flops_a_token, layers_of, make_batch, make_config, make_model
 from bench.options import parse
-from bench.table import read_reports, table
+from bench.table import plot, read_reports, table
 from cases import full, rows_in_full
 from common.adapters import add_adapters
 
@@ -209,6 +209,14 @@ def test_the_largest_batch_comes_first(tmp_path):
         (tmp_path / f"{engine}.json").write_text(json.dumps(report))
     lines = table(read_reports(tmp_path, job)).splitlines()[1:]
     assert [line.split()[:2] for line in lines] == [["ours", "12"], ["fsdp2", "8"], ["ddp", "0"]]
+    plot(read_reports(tmp_path, job), job, tmp_path / "bars.svg")  # of the rows: not even one fits with DDP
+    assert "rows of the largest batch that fits" in (tmp_path / "bars.svg").read_text()
+
+
+def test_a_trace_beside_the_reports_is_none_of_them(tmp_path):
+    (tmp_path / "trace.json").write_text('{"traceEvents": []}')
+    (tmp_path / "list.json").write_text("[]")
+    assert read_reports(tmp_path, "tiny") == []
 
 
 def test_a_missing_package_is_told(monkeypatch):

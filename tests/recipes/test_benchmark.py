@@ -6,7 +6,7 @@ import sys
 import pytest
 import torch
 from small_job import ROOT, TWO_RANKS, run
-from transformers import Qwen3MoeConfig
+from transformers import AutoModelForCausalLM, DeepseekV3Config, Qwen3MoeConfig
 
 from bench.engines.registry import check, why_missing
 from bench.engines.shared_rows import compute_loss_in_chunks
@@ -111,6 +111,25 @@ def test_operations_of_experts_and_frozen_weights(small_mixture):
     assert flops_a_token(model, 16) == 6 * fixed + scores
     adapted = 4 * ((64 + 64) * 2 + (64 + 32) * 2 + 2 * (64 + 96 + 48 + 64))  # of rank 4; q, o; k, v; both stacks
     assert flops_a_token(add_adapters(model, 4, 8), 16) == 4 * fixed + 6 * 2 * adapted + scores
+
+
+@full
+@pytest.mark.parametrize(
+    ("config", "width"),
+    [
+        (Qwen3MoeConfig(hidden_size=64, num_attention_heads=4, num_key_value_heads=2, head_dim=64), 4 * 64),
+        # queries and keys are wider than values
+        (DeepseekV3Config(hidden_size=64, num_attention_heads=4, num_key_value_heads=4, qk_nope_head_dim=16,
+                          qk_rope_head_dim=8, v_head_dim=16), 4 * (24 + 16) // 2),
+    ],
+    ids=["wide heads", "latent attention"],
+)  # fmt: skip
+def test_operations_of_attention_whose_heads_do_not_make_up_the_width(config, width):
+    for name, value in {"vocab_size": 64, "num_hidden_layers": 2, "moe_intermediate_size": 32}.items():
+        setattr(config, name, value)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    assert flops_a_token(model, 100) - flops_a_token(model, 0) == 6 * 2 * width * 100
 
 
 @full

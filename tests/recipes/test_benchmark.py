@@ -10,10 +10,11 @@ from transformers import AutoModelForCausalLM, DeepseekV3Config, Qwen3MoeConfig
 
 from bench.engines.registry import check, why_missing
 from bench.engines.shared_rows import compute_loss_in_chunks
+from bench.measure import measure
 from bench.models import IGNORED, flops_a_token, layers_of, make_batch, make_config, make_model
 from bench.options import parse
 from bench.table import plot, read_reports, table
-from cases import full, rows_in_full
+from cases import full, in_full, rows_in_full
 from common.adapters import add_adapters
 
 BENCHMARK = ROOT / "recipes" / "benchmark.py"
@@ -171,6 +172,7 @@ def test_a_cell_that_fails_is_told_and_the_next_runs(several):
                 (("--engine", "fsdp2", "--lora", "8", "--quantize", "nf4"), "--engine fsdp2 has no --quantize nf4"),
                 (("--quantize", "nf4"), "without --lora none are frozen"),
                 (("--profile", "trace.json", "--no-trace"), "--profile writes the trace"),
+                (("--profile", "trace.json", "--largest-batch"), "a search has no such step"),
                 (("--sequence-parallel", "3", "--seq", "16"), "does not divide --seq 16"),
                 (("--float8", "tensor"), "--engine ours has no --float8 tensor; it has: recompute none"),
                 (("--engine", "bmtrain"), "--engine bmtrain has no --recompute none; it has: recompute full, offload"),
@@ -182,6 +184,13 @@ def test_what_an_engine_cannot_do_is_refused(options, told):
     [cell], _ = parse(options)
     with pytest.raises(ValueError, match=told):
         check(cell)
+
+
+@pytest.mark.parametrize("option", [("--profile", "trace.json"), *in_full(("--memory-limit", "4"))])
+def test_what_only_gpus_have_is_refused_on_a_cpu(option):
+    [cell], _ = parse(option)
+    with pytest.raises(ValueError, match=f"{option[0]} works on GPUs only"):
+        measure(cell, "ours", torch.device("cpu"))
 
 
 @full

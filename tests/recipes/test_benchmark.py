@@ -6,7 +6,7 @@ import sys
 import pytest
 import torch
 from small_job import ROOT, TWO_RANKS, run
-from transformers import AutoModelForCausalLM, DeepseekV3Config, Qwen3MoeConfig
+from transformers import AutoModelForCausalLM, DeepseekV3Config, Qwen3Config, Qwen3MoeConfig
 
 from bench.engines.registry import check, why_missing
 from bench.engines.shared_rows import compute_loss_in_chunks
@@ -118,7 +118,7 @@ def test_operations_of_experts_and_frozen_weights(small_mixture):
 @pytest.mark.parametrize(
     ("config", "width"),
     [
-        (Qwen3MoeConfig(hidden_size=64, num_attention_heads=4, num_key_value_heads=2, head_dim=64), 4 * 64),
+        (Qwen3Config(hidden_size=64, intermediate_size=32, num_attention_heads=4, head_dim=64), 4 * 64),
         # queries and keys are wider than values
         (DeepseekV3Config(hidden_size=64, num_attention_heads=4, num_key_value_heads=4, qk_nope_head_dim=16,
                           qk_rope_head_dim=8, v_head_dim=16), 4 * (24 + 16) // 2),

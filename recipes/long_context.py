@@ -32,6 +32,7 @@ from needle.memory import is_out_of_memory, limit_memory
 from needle.options import parse_options
 
 WARM_UP = 10  # steps
+FIRST_LOSS_SCALE = 1024.0  # fp16 only
 NO_MEMORY = 3  # exit status of a trial that runs out of memory
 
 
@@ -58,7 +59,7 @@ def run(options: argparse.Namespace) -> int:
 
     Collective: every rank must call it. Returns the exit status of the process, 0 or `NO_MEMORY`.
     """
-    bmt.init_distributed(seed=options.seed, zero_level=options.zero_level)
+    bmt.init_distributed(seed=options.seed, zero_level=options.zero_level, shard_over=options.shard_over)
     device = bmt.current_world().device
     quiet_transformers(terminal=bmt.rank() == 0 and sys.stderr.isatty())
     choose_dtype(options, device)
@@ -74,7 +75,7 @@ def run(options: argparse.Namespace) -> int:
     )  # fmt: skip
     bmt.hf.fuse_causal_loss(model)  # computes the loss without the logits of the whole row in memory
     optimizer = bmt.optim.AdamOptimizer(model.parameters(), lr=options.lr)
-    manager = bmt.optim.OptimManager()
+    manager = bmt.optim.OptimManager(loss_scale=FIRST_LOSS_SCALE if options.dtype == "float16" else None)
     manager.add_optimizer(optimizer)
     train_step(model, manager, optimizer, next(batches(1, 64)))  # allocates the optimizer state, before the limit
     if options.memory is not None:

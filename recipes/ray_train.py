@@ -77,12 +77,13 @@ def train(config: dict[str, Any]) -> None:
     )  # fmt: skip
     manager = make_manager(model, options, steps=options.epochs * len(batches))
     loss_function = bmt.loss.FusedCrossEntropy()
+    torch.manual_seed(options.seed + rank)  # dropout differs between ranks
     resumed = bmt.load_state(options.output / "checkpoints", model, manager)  # saved by any number of workers
     step = 0 if resumed is None else resumed.step
     bmt.print_rank(f"{size} workers begin at step {step} of {options.epochs * len(batches)}", flush=True)
     while step < options.epochs * len(batches):
         epoch, done = divmod(step, len(batches))
-        sampler.set_epoch(epoch)
+        sampler.set_epoch(epoch + 1)  # the other recipes count from 1
         model.train()
         for batch in islice(batches, done, None):
             batch = batch.to(device)

@@ -79,7 +79,7 @@ def training_arguments(options: argparse.Namespace, warmup: int) -> TrainingArgu
         num_train_epochs=options.epochs,
         per_device_train_batch_size=options.batch_size,
         per_device_eval_batch_size=options.batch_size,
-        dataloader_drop_last=True,
+        dataloader_drop_last=True,  # of training rows, see Record.on_train_begin
         learning_rate=options.lr,
         lr_scheduler_type="linear",
         warmup_steps=warmup,
@@ -110,6 +110,10 @@ class Record(TrainerCallback):
     def __init__(self, report: Report) -> None:
         self.report = report
         self.training_seconds = 0.0
+
+    def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs) -> None:
+        # The loader of training rows exists by now. Those made from here on are for evaluation, of all validation rows.
+        args.dataloader_drop_last = False
 
     def on_log(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, logs: dict | None = None, **kwargs

@@ -18,6 +18,9 @@ from bench.trace import profile_step
 
 def measure(cell: Cell, name: str, device: torch.device) -> dict:
     """Return the report of a cell. Collective; propagates the engine's errors."""
+    ignored = {"--profile": cell.profile is not None, "--memory-limit": cell.memory_limit > 0}
+    if device.type != "cuda" and any(ignored.values()):
+        raise ValueError(f"{next(option for option, given in ignored.items() if given)} works on GPUs only")
     config = make_config(cell.model, cell.seq, cell.layers)
     watch = Stopwatch(device)
     limit_memory(cell.memory_limit, device)

@@ -150,4 +150,15 @@ def flops_a_token(model: PreTrainedModel, length: int) -> float:
             used |= dict.fromkeys([*module.lora_A.parameters(), *module.lora_B.parameters()], share)
     products = sum((6.0 if p.requires_grad else 4.0) * p.numel() * used.get(p, 1.0) for p in weights)
     attention = 12.0 if model.config.model_type in MASKED else 6.0
-    return products + attention * text.num_hidden_layers * text.hidden_size * length
+    return products + attention * text.num_hidden_layers * attention_width(text) * length
+
+
+def attention_width(config: Any) -> float:
+    """Return the width of all heads of a layer together, which is not the hidden size in every model.
+
+    If values are narrower than queries and keys, it is the mean of both: each takes part in one of two products.
+    """
+    heads = getattr(config, "num_attention_heads", 1)
+    if hasattr(config, "qk_head_dim"):
+        return heads * (config.qk_head_dim + config.v_head_dim) / 2
+    return heads * (getattr(config, "head_dim", None) or config.hidden_size / heads)

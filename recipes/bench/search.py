@@ -109,7 +109,8 @@ class Trials:
         if self._device.type != "cuda":
             return
         free, total = torch.cuda.mem_get_info(self._device)
-        self.limit = min(meet(torch.cuda.memory_reserved(self._device) + free - RESERVE))
+        room = min(meet(torch.cuda.memory_reserved(self._device) + free - RESERVE))
+        self.limit = min(room, int(1e9 * self._cell.memory_limit)) if self._cell.memory_limit else room
         torch.cuda.set_per_process_memory_fraction(self.limit / total, self._device)
 
     def _batch(self, rows: int) -> dict:

@@ -15,8 +15,9 @@ QUOTED: dict[str, dict[str, tuple[float, float, float]]] = {
 
 def read_reports(folder: Path, job: str) -> list[dict]:
     """Return the reports of `job` in `folder` and the quoted ones, best first."""
-    reports = [json.loads(path.read_text()) for path in folder.glob("*.json")]
-    reports = [report for report in reports if report["job"] == job]
+    found = [json.loads(path.read_text()) for path in folder.glob("*.json")]
+    # A trace of --profile may be in the same folder. It has no job.
+    reports = [report for report in found if isinstance(report, dict) and report.get("job") == job]
     reports += quoted_reports(job, [report["engine"] for report in reports])
     return sorted(reports, key=lambda report: (-report.get("largest_batch", 0), report.get("ms", 0.0)))
 
@@ -67,19 +68,23 @@ def _losses(report: dict) -> str:
 
 
 def plot(reports: list[dict], job: str, file: Path) -> None:
-    """Draw the milliseconds per step into `file`, best on top. Runs quoted from elsewhere are hatched."""
+    """Draw the milliseconds per step into `file`, best on top. Runs quoted from elsewhere are hatched.
+
+    Of searches, draw the largest batches instead: the milliseconds are of steps with different numbers of rows.
+    """
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
     figure, axes = pyplot.subplots(figsize=(8, 1 + 0.5 * len(reports)), layout="constrained")
-    bars = axes.barh([r["engine"] for r in reports], [r["ms"] for r in reports])
+    value = "largest_batch" if any("largest_batch" in report for report in reports) else "ms"
+    bars = axes.barh([r["engine"] for r in reports], [r[value] for r in reports])
     for bar, report in zip(bars, reports):
         bar.set_hatch("//" if report.get("other run") else "")
-    axes.bar_label(bars, [f"{r['ms']:.0f}" + (" (other run)" if r.get("other run") else "") for r in reports])
+    axes.bar_label(bars, [f"{r[value]:.0f}" + (" (other run)" if r.get("other run") else "") for r in reports])
     axes.invert_yaxis()
-    axes.set_xlabel("milliseconds per step")
+    axes.set_xlabel("milliseconds per step" if value == "ms" else "rows of the largest batch that fits")
     axes.set_title(job)
     file.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(file)

@@ -20,12 +20,17 @@ THINGS = ("berry", "feather", "stone", "acorn", "ribbon", "shell", "candle", "be
 def generate_text(seed: int, stories: int = 3000) -> str:
     """Return generated short stories, one per line. The last sentence of each follows from the sentences before it.
 
+    No two stories are equal, so those that are held out are not among the others.
+
     Args:
         seed: the seed of the random choices.
-        stories: the number of stories.
+        stories: the number of stories, at most the 3,584 that there are.
     """
     random_ = random.Random(seed)
-    return "\n".join(_story(random_) for _ in range(stories))
+    chosen: dict[str, None] = {}
+    while len(chosen) < stories:
+        chosen[_story(random_)] = None
+    return "\n".join(chosen)
 
 
 def _story(random_: random.Random) -> str:

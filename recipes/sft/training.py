@@ -42,7 +42,7 @@ def train(
     """
     trainer = trainer_class(
         model=model,
-        args=training_arguments(options, len(held_out)),
+        args=training_arguments(options),
         train_dataset=Rows(training, tokenizer, options.max_length),
         eval_dataset=Rows(held_out, tokenizer, options.max_length),
         data_collator=DataCollatorForSeq2Seq(tokenizer),
@@ -57,13 +57,13 @@ def train(
     return time.perf_counter() - started
 
 
-def training_arguments(options: argparse.Namespace, held_out: int) -> TrainingArguments:
+def training_arguments(options: argparse.Namespace) -> TrainingArguments:
     return TrainingArguments(
         output_dir=str(options.output),
         max_steps=options.steps,
         per_device_train_batch_size=options.batch_size,
-        per_device_eval_batch_size=max(1, min(options.batch_size, held_out // bmt.world_size())),
-        dataloader_drop_last=True,
+        per_device_eval_batch_size=options.batch_size,
+        dataloader_drop_last=False,  # True would leave out held-out rows, too
         learning_rate=options.lr,
         lr_scheduler_type="linear",
         warmup_steps=options.steps // 10,

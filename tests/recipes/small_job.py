@@ -76,3 +76,4 @@ def check_same_curves(one: dict, other: dict) -> None:
     for here, there in zip(one["epochs"], other["epochs"], strict=True):
         for name in ("accuracy", "balanced_accuracy"):
             assert here[name] == pytest.approx(there[name], abs=1 / 31 + 1e-9)
+        assert here["majority_share"] == there["majority_share"]  # of all validation rows, each once

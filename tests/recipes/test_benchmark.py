@@ -6,14 +6,15 @@ import sys
 import pytest
 import torch
 from small_job import ROOT, TWO_RANKS, run
-from transformers import Qwen3MoeConfig
+from transformers import AutoModelForCausalLM, DeepseekV3Config, Qwen3Config, Qwen3MoeConfig
 
 from bench.engines.registry import check, why_missing
 from bench.engines.shared_rows import compute_loss_in_chunks
+from bench.measure import measure
 from bench.models import IGNORED, flops_a_token, layers_of, make_batch, make_config, make_model
 from bench.options import parse
-from bench.table import read_reports, table
-from cases import full, rows_in_full
+from bench.table import plot, read_reports, table
+from cases import full, in_full, rows_in_full
 from common.adapters import add_adapters
 
 BENCHMARK = ROOT / "recipes" / "benchmark.py"
@@ -114,6 +115,25 @@ def test_operations_of_experts_and_frozen_weights(small_mixture):
 
 
 @full
+@pytest.mark.parametrize(
+    ("config", "width"),
+    [
+        (Qwen3Config(hidden_size=64, intermediate_size=32, num_attention_heads=4, head_dim=64), 4 * 64),
+        # queries and keys are wider than values
+        (DeepseekV3Config(hidden_size=64, num_attention_heads=4, num_key_value_heads=4, qk_nope_head_dim=16,
+                          qk_rope_head_dim=8, v_head_dim=16), 4 * (24 + 16) // 2),
+    ],
+    ids=["wide heads", "latent attention"],
+)  # fmt: skip
+def test_operations_of_attention_whose_heads_do_not_make_up_the_width(config, width):
+    for name, value in {"vocab_size": 64, "num_hidden_layers": 2, "moe_intermediate_size": 32}.items():
+        setattr(config, name, value)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    assert flops_a_token(model, 100) - flops_a_token(model, 0) == 6 * 2 * width * 100
+
+
+@full
 def test_a_loss_in_chunks_is_refused_where_it_would_be_another():
     for name in ("bert-base", "bert-classifier"):
         model = make_model(make_config(name, 8, 1), torch.float32, torch.device("cpu"))
@@ -152,6 +172,7 @@ def test_a_cell_that_fails_is_told_and_the_next_runs(several):
                 (("--engine", "fsdp2", "--lora", "8", "--quantize", "nf4"), "--engine fsdp2 has no --quantize nf4"),
                 (("--quantize", "nf4"), "without --lora none are frozen"),
                 (("--profile", "trace.json", "--no-trace"), "--profile writes the trace"),
+                (("--profile", "trace.json", "--largest-batch"), "a search has no such step"),
                 (("--sequence-parallel", "3", "--seq", "16"), "does not divide --seq 16"),
                 (("--float8", "tensor"), "--engine ours has no --float8 tensor; it has: recompute none"),
                 (("--engine", "bmtrain"), "--engine bmtrain has no --recompute none; it has: recompute full, offload"),
@@ -163,6 +184,13 @@ def test_what_an_engine_cannot_do_is_refused(options, told):
     [cell], _ = parse(options)
     with pytest.raises(ValueError, match=told):
         check(cell)
+
+
+@pytest.mark.parametrize("option", [("--profile", "trace.json"), *in_full(("--memory-limit", "4"))])
+def test_what_only_gpus_have_is_refused_on_a_cpu(option):
+    [cell], _ = parse(option)
+    with pytest.raises(ValueError, match=f"{option[0]} works on GPUs only"):
+        measure(cell, "ours", torch.device("cpu"))
 
 
 @full
@@ -209,6 +237,14 @@ def test_the_largest_batch_comes_first(tmp_path):
         (tmp_path / f"{engine}.json").write_text(json.dumps(report))
     lines = table(read_reports(tmp_path, job)).splitlines()[1:]
     assert [line.split()[:2] for line in lines] == [["ours", "12"], ["fsdp2", "8"], ["ddp", "0"]]
+    plot(read_reports(tmp_path, job), job, tmp_path / "bars.svg")  # of the rows: not even one fits with DDP
+    assert "rows of the largest batch that fits" in (tmp_path / "bars.svg").read_text()
+
+
+def test_a_trace_beside_the_reports_is_none_of_them(tmp_path):
+    (tmp_path / "trace.json").write_text('{"traceEvents": []}')
+    (tmp_path / "list.json").write_text("[]")
+    assert read_reports(tmp_path, "tiny") == []
 
 
 def test_a_missing_package_is_told(monkeypatch):

@@ -15,7 +15,7 @@ from bench.models import make_config
 from bench.options import parse
 from bench.ranks import RanksApart, attempt, free_memory, mapped_bytes, meet
 from bench.search import largest_batch, search
-from cases import full, in_full
+from cases import full, in_full, rows_in_full
 from ranks import Ranks
 
 TINY = ("--model", "tiny", "--seq", "8", "--batch", "2", "--largest-batch")
@@ -58,6 +58,19 @@ def searched(limit: int, failing: tuple[int, ...]):
         return str(error), seen
     finally:
         batch_search.ENGINES["ours"] = real
+
+
+@pytest.mark.parametrize(("given", "limit"), [("4", 4e9), *rows_in_full([("100", 8e10 - batch_search.RESERVE)])])
+def test_a_search_keeps_to_the_memory_limit(monkeypatch, given, limit):
+    told = []
+    monkeypatch.setattr(batch_search, "meet", lambda value: [value])
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 0)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (int(8e10), int(8e10)))
+    monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", lambda share, device: told.append(share))
+    [cell] = parse((*TINY, "--memory-limit", given))[0]
+    trials = batch_search.Trials(cell, torch.device("cuda"))
+    trials._limit()
+    assert trials.limit == limit and told == [limit / 8e10]
 
 
 def rank() -> int:

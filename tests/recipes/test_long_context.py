@@ -1,17 +1,25 @@
 """The recipe for long rows, from the command line to its report; the rows; the limit of memory."""
 
+import contextlib
+import importlib
 import json
 import random
 import re
+import sys
+from unittest import mock
 
 import pytest
 import torch
 from small_job import PYTHON, ROOT, run
 
-from cases import full
+import hf_bmtrain as bmt
+import long_context
+from cases import full, in_full
 from needle.data import HAY, IGNORED, KEYS, VALUES, VOCABULARY, lengths, rows, text_row
+from needle.options import parse_options
 
 RECIPE = ROOT / "recipes" / "long_context.py"
+OTHERS = ("finetune_bert_boolq", "trainer_boolq", "accelerate_boolq", "train_gpt2", "lora", "moe")
 
 
 def test_rows_can_be_answered():
@@ -67,3 +75,42 @@ def test_the_default_learns_what_one_process_cannot_hold(tmp_path):
     metrics, said = train(tmp_path)
     assert "one process: a row of 8192 tokens does not fit into 208 MiB" in said
     assert metrics["world_size"] == 2 and metrics["right_before"] < 0.3 and metrics["right_after"] > 0.9
+
+
+@pytest.mark.parametrize("recipe", ["long_context", *in_full(*OTHERS)])
+def test_engine_options_reach_the_start(monkeypatch, tmp_path, recipe):
+    if recipe == "lora":
+        pytest.importorskip("peft")
+
+    class Started(Exception):
+        pass
+
+    def start(**options):
+        raise Started(options)
+
+    monkeypatch.setenv("RANK", "0")  # or long_context.py would start processes
+    options = ["--zero-level", "2", "--shard-over", "host", "--seed", "3", "--output", str(tmp_path)]
+    monkeypatch.setattr(sys, "argv", [recipe, *options])
+    monkeypatch.setattr(bmt, "init_distributed", start)
+    with pytest.raises(Started) as told:
+        importlib.import_module(recipe).main()
+    assert told.value.args[0] == {"zero_level": 2, "shard_over": "host", "seed": 3}
+
+
+def loss_scale(precision: str, folder: str) -> float | None:
+    """Return the loss scale that the recipe starts with."""
+    options = parse_options([precision, "--length", "64", "--trial", "--output", folder])
+    with (
+        mock.patch.object(bmt, "init_distributed"),
+        mock.patch.object(bmt.optim, "OptimManager", side_effect=InterruptedError) as made,
+        contextlib.suppress(InterruptedError),
+    ):
+        long_context.run(options)
+    return made.call_args.kwargs.get("loss_scale")
+
+
+@full
+def test_the_loss_is_scaled_in_float16(world, tmp_path):
+    """Or small gradients would become 0."""
+    assert world(1)(loss_scale, "--fp16", str(tmp_path)) == [1024.0]
+    assert world(1)(loss_scale, "--bf16", str(tmp_path)) == [None]

@@ -1,6 +1,7 @@
 """The LoRA recipe from the command line to its adapters."""
 
 import json
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -8,10 +9,14 @@ import torch
 from small_job import PYTHON, ROOT, TWO_RANKS, run
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+import hf_bmtrain as bmt
 from cases import full, rows_in_full, slow
-from gpt2.data import generate_text
+from gpt2.data import ANIMALS, generate_text
+from sft.base import small_llama, train_tokenizer
 from sft.data import IGNORED, Example, Rows, ask, cut, read
 from sft.options import parse_options
+from sft.training import Record
+from sft.training import train as train_rows
 
 peft = pytest.importorskip("peft")
 RECIPE = ROOT / "recipes" / "lora.py"
@@ -141,3 +146,30 @@ def test_targets_are_the_completions():
 def test_the_options_have_defaults():
     options = parse_options([])
     assert (options.quantize, options.model, options.rank) == (None, None, 16)
+
+
+def test_held_out_questions_are_not_trained_on():
+    training, held_out = cut(ask(generate_text(seed=0).splitlines()))
+    assert not {*training} & {*held_out}
+
+
+def losses_of_held_out_rows(count: int) -> tuple[float, float]:
+    """Return the held-out loss that the recipe records before it trains, and the mean over all rows in plain torch."""
+    stories = generate_text(seed=0, stories=60).splitlines()
+    tokenizer = train_tokenizer(stories)
+    tokenizer.add_tokens([f" The {animal}." for animal in ANIMALS])  # completions of equal lengths have equal weights
+    training, held_out = ask(stories)[:-count], ask(stories)[-count:]
+    torch.manual_seed(0)
+    model = small_llama(tokenizer)
+    plain = mean_loss(model, Rows(held_out, tokenizer, 512))
+    bmt.auto_wrap(model)
+    options, record = parse_options(["--steps", "1", "--batch-size", "4", "--lr", "1e-3"]), Record()
+    options.output = tempfile.mkdtemp()
+    train_rows(model, tokenizer, training, held_out, options, record)
+    return record.points[0]["loss"], plain
+
+
+@full
+def test_the_held_out_loss_is_of_all_rows(world):
+    for recorded, plain in world(2)(losses_of_held_out_rows, 7):
+        assert recorded == pytest.approx(plain, rel=1e-5)

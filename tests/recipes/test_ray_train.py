@@ -10,9 +10,48 @@ import time
 from pathlib import Path
 
 import pytest
-from small_job import ROOT
+from small_job import PYTHON, ROOT, STEPS_AN_EPOCH, run
 
+from cases import full
 from processes import environment, kill_all
+
+RAY = """
+# Ray Train with one worker, in this process. It prints what is reported.
+class Result:
+    metrics, checkpoint = {"step": -1}, __import__("types").SimpleNamespace(path="")
+
+class TorchTrainer:
+    def __init__(self, train, train_loop_config, **options):
+        self.fit = lambda: train(train_loop_config) or Result
+
+class Checkpoint:
+    from_directory = str
+
+def report(metrics, **options):
+    print("loss", metrics["step"], metrics["loss"])
+
+class CheckpointUploadMode:
+    NO_UPLOAD = None
+
+FailureConfig = RunConfig = ScalingConfig = init = lambda **options: None
+"""
+
+
+@full
+def test_rows_have_the_order_of_the_other_recipes(small: Path, plain: dict, tmp_path: Path) -> None:
+    """In both epochs the losses are those of plain torch."""
+    for package in ("ray", "ray/train", "ray/train/torch"):
+        (tmp_path / package).mkdir()
+        (tmp_path / package / "__init__.py").write_text("import ray.train\n" * (package == "ray") + RAY)
+    options = ("--model", small / "model", "--data", small / "data", "--epochs", 2, "--lr", 3e-3, "--dropout", 0)
+    options += ("--batch-size", 16, "--save-every", 5, "--output", tmp_path / "boolq")
+    path = os.pathsep.join(map(str, (tmp_path, ROOT, ROOT / "recipes")))
+    done = run(PYTHON, ROOT / "recipes" / "ray_train.py", *options, PYTHONPATH=path)
+    assert done.returncode == 0, done.stderr
+    losses = {int(step): float(loss) for step, loss in re.findall(r"^loss (\d+) (\S+)$", done.stdout, re.MULTILINE)}
+    assert [*losses] == [*range(5, 2 * STEPS_AN_EPOCH + 1, 5)]
+    for step, loss in losses.items():
+        assert loss == pytest.approx(plain["steps"][step - 1]["loss"], abs=1e-4)
 
 
 @pytest.mark.slow

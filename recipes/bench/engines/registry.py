@@ -101,6 +101,8 @@ def check(cell: Cell) -> None:
         raise ValueError("--quantize stores frozen weights in 4 bits, but without --lora none are frozen")
     if cell.profile is not None and not cell.trace:
         raise ValueError("--profile writes the trace that --no-trace leaves out")
+    if cell.profile is not None and cell.largest_batch:
+        raise ValueError("--profile traces the step after the timed ones; a search has no such step")
     if cell.seq % cell.sequence_parallel:
         raise ValueError(f"--sequence-parallel {cell.sequence_parallel} does not divide --seq {cell.seq}")
     missing = [option for option in asked if option not in OPTIONS[cell.engine]]

@@ -65,7 +65,7 @@ class StepClock(TrainerCallback):
             "spread_ms": [min(steps), max(steps)],
             "steps_ms": [round(step, 2) for step in steps],
             "first_loss": self.losses[0],
-            "loss": self.losses[-1],  # the mean of the timed steps
+            "loss": self.losses[-1],  # the mean of the timed steps and, if it was not the first, of the one before
             "peak_GB": self._peak / 1e9,
             "reserved_GB": self._reserved / 1e9,
             **self._profile,

@@ -28,8 +28,8 @@ class Speedometer(Observer):
 
     The FLOPs are those that training requires, without recomputation. Per token they are 6N for N parameters in matrix
     products, and 12·L·H·T for the attention over T tokens of L layers whose heads have the width H together (Chowdhery
-    et al., 2022, appendix B).
-    FLOPs are not reported for mixtures of experts and encoder-decoders, for which the formula does not hold.
+    et al., 2022, appendix B). FLOPs are not reported for mixtures of experts and encoder-decoders, for which the
+    formula does not hold.
     """
 
     position = 30

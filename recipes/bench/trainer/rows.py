@@ -35,7 +35,14 @@ ROWS = {
     "full": Row("all weights, in bf16", adapters=False, bf16=True),
     "full-compiled": Row("all weights, in bf16, compiled", adapters=False, bf16=True, compile=True),
     "long": Row("all weights, recomputed, long rows", adapters=False, bf16=True, recompute=True, long=True),
-    "long-compiled": Row("the same, compiled", adapters=False, bf16=True, recompute=True, compile=True, long=True),
+    "long-compiled": Row(
+        "all weights, recomputed, long rows, compiled",
+        adapters=False,
+        bf16=True,
+        recompute=True,
+        compile=True,
+        long=True,
+    ),
     "sft": Row("LoRA, TRL's SFTTrainer", bf16=True, recompute=True, sft=True),
 }
 COLUMNS = {"ours": "hf_bmtrain", "plain": "plain, 1 rank", "ddp": "DDP", "fsdp2": "FSDP2"}

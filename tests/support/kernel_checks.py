@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 
 from hf_bmtrain.engine.ops import adam, eight_bits, grad_norm, peer_sum, residual
+from hf_bmtrain.features.experts import arithmetic as experts
 from hf_bmtrain.features.float8 import arithmetic as float8
 from hf_bmtrain.features.loss.cross_entropy import CrossEntropy, rescale_
 from hf_bmtrain.features.packed import arithmetic as quantize
@@ -69,6 +70,63 @@ def check_segments(place: Place, dtype: torch.dtype, offsets: list[int]) -> None
     found = grad_norm.segmented_squared_norm(flat, segments)
     expected = torch.tensor([float(flat[a:b].double().square().sum()) for a, b in zip(offsets, offsets[1:])])
     torch.testing.assert_close(found.cpu().as_subclass(torch.Tensor), expected.double(), rtol=1e-6, atol=0)
+
+
+ROUNDING = {torch.float32: 2.0**-24, torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8}
+"""The largest relative error of one rounding to nearest."""
+
+
+def assert_rounded_once(found: torch.Tensor, exact: torch.Tensor, terms: torch.Tensor) -> None:
+    """found: the result. exact: the same in float64. terms: the sum of the magnitudes of what was added up."""
+    error = (_plain(found).cpu().double() - exact).abs()
+    assert bool((error <= exact.abs() * ROUNDING[found.dtype] + 1e-6 * terms + 1e-7).all()), error.max()
+
+
+def check_sums_of_rows(place: Place, dtype: torch.dtype, weighted: torch.dtype | None, tokens: int, k: int, width: int):
+    """Sums of rows and their gradients against float64, also of rows that do not lie as the kernels need them."""
+    torch.manual_seed(tokens + width)
+    order = torch.randperm(tokens * k)
+    places = torch.empty_like(order).index_copy_(0, order, torch.arange(len(order))).view(tokens, k)
+    values = torch.randn(tokens * k, width).to(dtype)
+    rows = Guarded(values.flatten(), 1, place)
+    apart = rows.view.view(values.shape)  # not at a multiple of 16 bytes
+    weights = None if weighted is None else torch.rand(tokens, k).to(weighted)
+    factors = torch.ones(tokens, k) if weights is None else weights
+    products = values.double()[places] * factors.double()[..., None]
+    found = experts.sum_rows(apart, place(places), None if weights is None else place(weights))
+    assert found.dtype == (dtype if weighted is None else torch.promote_types(dtype, weighted))
+    assert_rounded_once(found, products.sum(1), products.abs().sum(1))
+    if weights is not None:
+        dout = torch.randn(width, tokens).to(found.dtype).t()  # not contiguous
+        drows, dweights = experts.sum_rows_backward(place(dout), apart, place(weights), place(order))
+        assert drows.dtype == dtype and dweights.dtype == torch.float32
+        picked = dout.double()[order // k]
+        exact = picked * weights.double().flatten()[order, None]
+        assert_rounded_once(drows, exact, exact.abs())
+        each = (picked * values.double())[places]
+        assert_rounded_once(dweights, each.sum(2), each.abs().sum(2))
+    rows.assert_intact()
+
+
+def check_silu_gate(place: Place, dtype: torch.dtype, count: int, width: int) -> None:
+    """Against float64, also of gates whose exponential is 0 or inf."""
+    torch.manual_seed(width)
+    x, dout = torch.randn(count, 2 * width), torch.randn(count, width).to(dtype)
+    x[:, :width] *= 4
+    x[:, 1], x[:, 2] = 200.0, -200.0
+    x = x.to(dtype)
+    exact = x.double().requires_grad_()
+    gate, up = exact.chunk(2, 1)
+    y = F.silu(gate) * up
+    y.backward(dout.double())
+    placed = place(x)
+    if placed.is_cuda:  # torch's operators, which the reference is, round twice
+        assert_rounded_once(experts.silu_gate(placed), y.detach(), 2 * y.detach().abs())
+    held = Guarded(dout.flatten(), 1, place)
+    dx = experts.silu_gate_backward(placed, held.view.view(dout.shape))
+    assert dx.dtype == dtype
+    assert_rounded_once(dx, exact.grad, 2 * exact.grad.abs())
+    held.assert_intact()
 
 
 def check_peer_mean(place: Place, dtype: torch.dtype, n: int, size: int, offset: int) -> None:

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from ...engine.base.torch_internals import functorch_transforms_active
+from ...engine.base.torch_internals import functorch_transforms_active, has_global_hooks
 from ...engine.blocks.sharded_module import OnlyWhileSharded, extend_class
 from ...engine.tensors.backward import double_backward
+from .arithmetic import serves, silu_gate, silu_gate_backward, sum_rows, sum_rows_backward
 from .products import ALIGNMENT, gradient_of_groups, grouped_product, has_kernel
 
 FACTORS = "lora_factors"
@@ -19,6 +20,8 @@ FACTORS = "lora_factors"
 _SETTINGS = ("down_proj", "has_gate", "has_bias", "is_transposed", "num_experts", "config")
 _MODULE = "transformers.integrations.moe"
 """The module that defines the forward of every class of experts that can run with grouped_mm."""
+_SILU = (("torch.nn.modules.activation", "SiLU"), ("transformers.activations", "SiLUActivation"))
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 Factors = list[tuple[Tensor, Tensor, float]]
 """(A, B, scaling) of each active LoRA adapter of one stack, a 3-D weight with one matrix per expert."""
@@ -30,6 +33,9 @@ class SortedExperts(OnlyWhileSharded):
     In training, the module then runs `run_experts` where transformers would run its implementation "grouped_mm". LoRA
     adapters of the module's weights are passed to `forward` as the keyword argument `lora_factors`.
     """
+
+    _default_gate: ClassVar[bool]
+    """Whether the class has transformers' own `_apply_gate`."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         factors = kwargs.pop(FACTORS, None)
@@ -69,7 +75,9 @@ def sort_experts(modules: Iterable[torch.nn.Module]) -> int:
 @functools.cache
 def _extended_class(cls: Any) -> Any:
     """Return a subclass of SortedExperts and `cls`, to be assigned to `__class__` of a module of class `cls`."""
-    return extend_class(SortedExperts, cls, {})
+    extended = extend_class(SortedExperts, cls, {})
+    extended._default_gate = cls._apply_gate is cls.forward.__globals__.get("_default_apply_gate")
+    return extended
 
 
 def _replaces(experts: Any) -> bool:
@@ -108,14 +116,21 @@ def run_experts(
         (tokens, width), in the dtype of `hidden_states`.
     """
     tokens, k = top_k_index.shape
-    numbers, order = top_k_index.reshape(-1).sort()
+    # A GPU sorts by 8 bits of the keys at a time, so short keys save passes over the memory.
+    numbers, order = top_k_index.reshape(-1).to(torch.uint8 if experts.num_experts <= 256 else torch.int32).sort()
     every = torch.arange(experts.num_experts, device=numbers.device, dtype=numbers.dtype)
     ends = torch.searchsorted(numbers, every, right=True, out_int32=True)
     places = torch.empty_like(order).index_copy_(0, order, torch.arange(len(order), device=order.device))
     grouped = functools.partial(_product, experts, factors, numbers, ends)
     rows = Spread.apply(hidden_states, order, places, k)
     y = grouped("gate_up_proj" if experts.has_gate else "up_proj", rows)
-    y = grouped("down_proj", experts._apply_gate(y) if experts.has_gate else experts.act_fn(y))
+    if not experts.has_gate:
+        y = experts.act_fn(y)
+    elif serves(y, 2) and _has_silu_gate(experts):
+        y = SiluGate.apply(y)
+    else:
+        y = experts._apply_gate(y)
+    y = grouped("down_proj", y)
     if getattr(experts, "has_post_expert_norm", False):
         y = experts.post_expert_norm(y)
     return Combine.apply(y, top_k_weights.reshape(tokens, k), order, places).to(hidden_states.dtype)
@@ -138,8 +153,18 @@ def _product(experts: Any, factors: dict[str, Factors], numbers: Tensor, ends: T
         a, b = _combined(factors[name], matrices)
         y.add_(grouped_product(grouped_product(x, a, ends), b, ends))
     if experts.has_bias:
-        y.add_(Biases.apply(getattr(experts, f"{name}_bias"), numbers, ends))
+        y.add_(Biases.apply(getattr(experts, f"{name}_bias"), numbers.int(), ends))
     return y
+
+
+def _has_silu_gate(experts: Any) -> bool:
+    """Return whether `experts` has the gate of transformers, silu(gate) * up, without hooks that have to be called."""
+    act = experts.act_fn
+    if (type(act).__module__, type(act).__name__) not in _SILU or not experts._default_gate:
+        return False
+    return not ("_apply_gate" in vars(experts) or "forward" in vars(act) or has_global_hooks()) and not any(
+        getattr(act, hooks) for hooks in _HOOKS
+    )
 
 
 def _combined(factors: Factors, matrices: Tensor) -> tuple[Tensor, Tensor]:
@@ -204,10 +229,29 @@ class Combine(torch.autograd.Function):
         if torch.is_grad_enabled():
             raise double_backward()
         y, weights, order, places = ctx.saved_tensors
+        if serves(y) and dout.dtype in (y.dtype, torch.float32):
+            dy, dweights = sum_rows_backward(dout, y, weights, order)
+            return dy, dweights if weights.dtype == dweights.dtype else dweights.to(weights.dtype), None, None
         rows = dout.index_select(0, order // weights.shape[1])
         dy = (rows * weights.reshape(-1, 1).index_select(0, order)).to(y.dtype)
         dweights = (rows * y).sum(1).to(weights.dtype).index_select(0, places).view(weights.shape)
         return dy, dweights, None, None
+
+
+class SiluGate(torch.autograd.Function):
+    """Differentiable silu(gate) * up of the rows of x, (rows, 2 * width): each is a gate and after it an up."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return silu_gate(x)
+
+    @staticmethod
+    def backward(ctx, dy):
+        if torch.is_grad_enabled():
+            raise double_backward()
+        (x,) = ctx.saved_tensors
+        return silu_gate_backward(x, dy)
 
 
 def _sum_of_each_token(rows: Tensor, places: Tensor, weights: Tensor | None = None) -> Tensor:
@@ -217,6 +261,10 @@ def _sum_of_each_token(rows: Tensor, places: Tensor, weights: Tensor | None = No
     places: (tokens, k), the indices of each token's rows.
     weights: (tokens, k), which the rows are multiplied by first; None for ones.
     """
+    # In a compiled forward, Inductor fuses the sum with what follows it. In a backward, a norm's reduction follows, for
+    # which the fused kernel would read all rows twice. So there the sum stays by itself.
+    if serves(rows) and (weights is None or not torch.compiler.is_compiling()):
+        return sum_rows(rows, places, weights)
     if not torch.compiler.is_compiling():
         found = rows.index_select(0, places.view(-1)).view(*places.shape, rows.shape[1])
         return (found if weights is None else found * weights[..., None]).sum(1)

@@ -10,6 +10,7 @@ import kernel_checks as checks
 import kernel_shim
 from cases import full, in_full, pairwise
 from hf_bmtrain.engine.ops import adam, eight_bits, grad_norm, peer_sum
+from hf_bmtrain.features.experts import arithmetic as experts
 from hf_bmtrain.features.float8 import arithmetic as float8
 from hf_bmtrain.features.loss import cross_entropy
 from hf_bmtrain.features.loss.cross_entropy import CrossEntropy, Plan
@@ -35,7 +36,7 @@ def place(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> It
         return
     shim = request.getfixturevalue("shim")
     before = len(shim.launches)
-    for module in (adam, cross_entropy, eight_bits, float8, grad_norm, peer_sum, quantize):
+    for module in (adam, cross_entropy, eight_bits, experts, float8, grad_norm, peer_sum, quantize):
         monkeypatch.setattr(module, "kernel", shim.kernel)
     monkeypatch.setattr(adam, "THREADS", 64)
     monkeypatch.setattr(eight_bits, "THREADS", 64)
@@ -121,6 +122,30 @@ PIECES = [[(16, 48), (64, 64), (64, 16448), (16512, 16528)], [(3, 3), (3, 4), (9
 )
 def test_float8_pieces(place: checks.Place, dtype: torch.dtype, ranges: list[tuple[int, int]]) -> None:
     checks.check_float8_pieces(place, dtype, ranges)
+
+
+# (tokens, k, width): fewer vectors than the lanes of a warp, as many, more; more than the threads of a block
+EXPERTS = [(5, 2, 64), (3, 1, 256), (7, 4, 328), (2, 3, 2104)]
+
+
+@pytest.mark.parametrize(
+    ("place", "dtype", "weights", "shape"),
+    pairwise([("shim", torch.bfloat16, torch.float32, EXPERTS[2])], PLACES, DTYPES, (*DTYPES, None), EXPERTS),
+    indirect=["place"],
+    ids=str,
+)
+def test_sums_of_rows(place: checks.Place, dtype, weights, shape: tuple[int, int, int]) -> None:
+    checks.check_sums_of_rows(place, dtype, weights, *shape)
+
+
+@pytest.mark.parametrize(
+    ("place", "dtype", "shape"),
+    pairwise([("shim", torch.bfloat16, (6, 328))], PLACES, DTYPES, [(6, 328), (1, 8), (2, 2104)]),
+    indirect=["place"],
+    ids=str,
+)
+def test_silu_gate(place: checks.Place, dtype: torch.dtype, shape: tuple[int, int]) -> None:
+    checks.check_silu_gate(place, dtype, *shape)
 
 
 @full

@@ -14,6 +14,7 @@ import kernel_shim
 from cases import full, in_full, rows_in_full
 from hf_bmtrain.engine.base import launch
 from hf_bmtrain.engine.ops import adam, eight_bits, grad_norm, peer_sum
+from hf_bmtrain.features.experts import arithmetic as experts
 from hf_bmtrain.features.float8 import arithmetic as float8
 from hf_bmtrain.features.loss import cross_entropy
 from hf_bmtrain.features.loss.cross_entropy import CrossEntropy, Plan
@@ -22,7 +23,7 @@ from hf_bmtrain.features.packed import arithmetic as quantize
 nvrtc = pytest.importorskip("cupy", reason="no CuPy: install the extra 'ci'", exc_type=ImportError).cuda.nvrtc
 ARCHS = (75, 90, 100)
 DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
-MODULES = (grad_norm, adam, eight_bits, cross_entropy, peer_sum, quantize, float8)
+MODULES = (grad_norm, adam, eight_bits, cross_entropy, peer_sum, quantize, float8, experts)
 
 
 @full

@@ -12,47 +12,13 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 import hf_bmtrain as bmt
 from beside_twin import loss_of, train_beside
 from cases import full, in_full
-from hf_bmtrain.features.experts import products, sort_experts
+from expert_layers import LAYOUTS, WIDTH, Layer, run
+from hf_bmtrain.features.experts import arithmetic, products, sort_experts
 from hf_bmtrain.features.experts import sorted as sorted_experts
 from hf_bmtrain.features.experts.sorted import SortedExperts
 from ranks import on_ranks
 
-WIDTH, INNER, COUNT = 16, 24, 5
-LAYOUTS = {
-    "mixtral": ("mixtral.modeling_mixtral.MixtralExperts", "MixtralConfig"),
-    "gpt_oss": ("gpt_oss.modeling_gpt_oss.GptOssExperts", "GptOssConfig"),  # transposed, with biases, interleaved
-    "nemotron_h": ("nemotron_h.modeling_nemotron_h.NemotronHExperts", "NemotronHConfig"),  # without gate
-}
 pytestmark = pytest.mark.skipif(products._KERNEL is None, reason="torch has no grouped_mm")
-
-
-class Layer(nn.Module):
-    """Routes to fixed experts, one of which gets no token."""
-
-    def __init__(self, layout: str) -> None:
-        super().__init__()
-        path, config = LAYOUTS[layout]
-        folder, module, name = path.split(".")
-        cls = getattr(getattr(getattr(transformers.models, folder), module), name)
-        settings = {"hidden_size": WIDTH, "intermediate_size": INNER, "moe_intermediate_size": INNER}
-        counts = dict.fromkeys(("num_local_experts", "num_experts", "n_routed_experts"), COUNT)
-        self.experts = cls(getattr(transformers, config)(**settings, **counts, experts_implementation="grouped_mm"))
-        torch.manual_seed(0)
-        for parameter in self.experts.parameters():
-            nn.init.normal_(parameter, std=0.3)
-
-    def forward(self, x, weights):
-        index = torch.tensor([[0, 3], [3, 1], [0, 1], [4, 3], [1, 4], [3, 0]], device=x.device)
-        return self.experts(x, index, weights)
-
-
-def run(layer: nn.Module, dtype: torch.dtype) -> dict:
-    """The output, and the gradients of the input, of the router's weights and of the stacks."""
-    generator = torch.Generator().manual_seed(2)
-    x, weights, dy = (torch.randn(6, n, generator=generator).to(dtype) for n in (WIDTH, 2, WIDTH))
-    y = layer(x.requires_grad_(), weights.requires_grad_())
-    y.backward(dy)
-    return {"y": y, "x": x.grad, "weights": weights.grad} | {name: p.grad for name, p in layer.named_parameters()}
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -146,6 +112,52 @@ def test_trained(wrap: dict) -> None:
         assert runs.called or wrap.get("compile")
     with torch.no_grad():
         torch.testing.assert_close(loss_of(model.eval(), 0), loss_of(twin.eval(), 0))
+
+
+OPERATORS = {"sum_rows", "sum_rows_backward", "silu_gate_backward"}
+
+
+@pytest.mark.parametrize("backend", [None, *in_full("aot_eager", "inductor")])
+def test_operators(backend: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What runs on a GPU, with torch's operators for the kernels."""
+    torch._dynamo.reset()
+    monkeypatch.setattr(sorted_experts, "serves", lambda rows, parts=1: rows.dtype in arithmetic.C_NAMES)
+    plain, layer = Layer("mixtral"), Layer("mixtral")
+    sort_experts(layer.modules())
+    if backend:
+        layer.compile(fullgraph=True, backend=backend)
+        with torch.profiler.profile() as profile:
+            found = run(layer, torch.float32)
+        assert {f"hf_bmtrain::{name}" for name in OPERATORS} <= {event.name for event in profile.events()}
+    else:
+        calls = {name: mock.Mock(wraps=getattr(arithmetic, name)) for name in OPERATORS}
+        with mock.patch.multiple(sorted_experts, **calls):
+            found = run(layer, torch.float32)
+        assert [calls[name].call_count for name in sorted(OPERATORS)] == [1, 2, 1]
+    for name, wanted in run(plain, torch.float32).items():
+        torch.testing.assert_close(found[name], wanted, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("change", ["hook", "forward", "gate", "activation"])
+def test_other_gates_are_called(change: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sorted_experts, "serves", lambda rows, parts=1: rows.dtype in arithmetic.C_NAMES)
+    results = []
+    for sort in (False, True):
+        layer = Layer("mixtral")
+        experts = layer.experts
+        if change == "hook":
+            experts.act_fn.register_forward_hook(lambda module, inputs, y: 2 * y)
+        elif change == "forward":
+            experts.act_fn.forward = torch.tanh
+        elif change == "gate":
+            experts._apply_gate = lambda x: x.chunk(2, -1)[1].tanh()
+        else:
+            experts.act_fn = nn.GELU()
+        if sort:
+            sort_experts(layer.modules())
+        results.append(run(layer, torch.float32))
+    for name, wanted in results[0].items():
+        torch.testing.assert_close(results[1][name], wanted, rtol=1e-5, atol=1e-5)
 
 
 @full

@@ -1,0 +1,180 @@
+"""The element-wise parts of a mixture of experts on a GPU, each in one pass over memory: sums of rows, SiLU gates.
+
+The arithmetic is that of kernels/experts.cu: float32, with one rounding at the end. On the CPU the functions compute
+the same with torch's operators, for tests.
+
+For torch.compile, `sum_rows` and the functions whose names end in `_backward` are operators, which it does not look
+into. The kernels that Inductor makes of these parts take up to twice as long.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...engine.base.launch import C_NAMES, Variant, kernel
+
+_THREADS = 256
+_VECTOR = 16  # bytes
+
+
+def serves(rows: Tensor, parts: int = 1) -> bool:
+    """Return whether the kernels can be used for `rows`, (rows, width), if they take each row as `parts` equal parts.
+
+    They need a GPU, a dtype of 16 or 32 bits, and parts of whole vectors of 16 bytes.
+    """
+    return rows.is_cuda and rows.dtype in C_NAMES and rows.shape[-1] * rows.itemsize % (_VECTOR * parts) == 0
+
+
+@functools.cache
+def variant(rows: torch.dtype, out: torch.dtype, weighted: bool) -> Variant:
+    """Return the variant of the CUDA kernels for `rows` and `out` of these dtypes, with weights or without."""
+    names = (("ELEMENT", C_NAMES[rows]), ("OUT", C_NAMES[out]), ("WEIGHT", "float" if weighted else "none"))
+    return Variant("experts", names)
+
+
+def variants(arch: int) -> list[Variant]:
+    """Return all variants of the CUDA kernels that this file can launch, so that tests can compile each of them.
+
+    arch: the GPU's compute capability (90 is 9.0), on which the variants of other modules may depend. Here it has no
+        effect.
+    """
+    sums = [(rows, out) for rows in C_NAMES for out in dict.fromkeys((rows, torch.float32))]
+    return [variant(rows, out, weighted) for rows, out in sums for weighted in (False, True)]
+
+
+def _operator(schema: str, fake: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Return a decorator: compiled code calls the decorated function as an operator, other code calls it directly.
+
+    schema: the operator's arguments and results. fake: returns tensors like the results, for tracing.
+    """
+
+    def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
+        name = f"hf_bmtrain::{function.__name__}"
+        operator = torch.library.custom_op(name, function, mutates_args=(), schema=schema)
+        operator.register_fake(fake)
+
+        @functools.wraps(function)
+        def call(*arguments: Any) -> Any:
+            return operator(*arguments) if torch.compiler.is_compiling() else function(*arguments)
+
+        return call
+
+    return decorate
+
+
+@_operator(
+    "(Tensor rows, Tensor places, Tensor? weights=None) -> Tensor",
+    lambda rows, places, weights=None: rows.new_empty(places.shape[0], rows.shape[1], dtype=_sum_dtype(rows, weights)),
+)
+def sum_rows(rows: Tensor, places: Tensor, weights: Tensor | None = None) -> Tensor:
+    """Return the sum of each token's k rows, each multiplied by its weight. They are added in the order of `places`.
+
+    Args:
+        rows: (tokens * k, width).
+        places: (tokens, k) int64, the indices of each token's rows.
+        weights: (tokens, k), or None for ones.
+
+    Returns:
+        (tokens, width), in the dtype to which torch promotes those of `rows` and `weights`.
+    """
+    tokens, k = places.shape
+    out = rows.new_empty(tokens, rows.shape[1], dtype=_sum_dtype(rows, weights))
+    if not rows.is_cuda:
+        picked = rows.index_select(0, places.reshape(-1)).view(tokens, k, rows.shape[1]).float()
+        return out.copy_((picked if weights is None else picked * weights[..., None].float()).sum(1))
+    factors = None if weights is None else _dense(weights.float())
+    launch = variant(rows.dtype, out.dtype, weights is not None), "sum_rows", tokens
+    _launch(*launch, out.shape[1] * rows.itemsize, _dense(rows), _dense(places), factors, k, out)
+    return out
+
+
+def _sum_dtype(rows: Tensor, weights: Tensor | None) -> torch.dtype:
+    return rows.dtype if weights is None else torch.promote_types(rows.dtype, weights.dtype)
+
+
+@_operator(
+    "(Tensor dout, Tensor rows, Tensor weights, Tensor order) -> (Tensor, Tensor)",
+    lambda dout, rows, weights, order: (
+        rows.new_empty(rows.shape),
+        weights.new_empty(weights.shape, dtype=torch.float32),
+    ),
+)
+def sum_rows_backward(dout: Tensor, rows: Tensor, weights: Tensor, order: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the gradients of `sum_rows` with respect to `rows` and `weights`.
+
+    Args:
+        dout: (tokens, width), the gradient of the result, in the dtype of the result.
+        rows: (tokens * k, width).
+        weights: (tokens, k).
+        order: (tokens * k,) int64: for each row, the index of its weight in the flattened `weights`.
+
+    Returns:
+        The gradient of `rows`, in their dtype, and that of `weights`, in float32.
+    """
+    drows, dweights = rows.new_empty(rows.shape), weights.new_empty(weights.shape, dtype=torch.float32)
+    k = weights.shape[1]
+    if not rows.is_cuda:
+        picked = dout.index_select(0, order // k).float()
+        dweights.view(-1)[order] = (picked * rows.float()).sum(1)
+        return drows.copy_(picked * weights.float().reshape(-1, 1).index_select(0, order)), dweights
+    launch = variant(rows.dtype, dout.dtype, True), "sum_rows_backward", -(-len(rows) * 32 // _THREADS)
+    values = (_dense(dout), _dense(rows), _dense(weights.float()), _dense(order), k, len(rows), drows, dweights)
+    _launch(*launch, rows.shape[1] * rows.itemsize, *values, threads=_THREADS)
+    return drows, dweights
+
+
+def silu_gate(x: Tensor) -> Tensor:
+    """Return silu(gate) * up, (rows, width). Each row of x, (rows, 2 * width), is a gate and after it an up.
+
+    In compiled code it consists of torch's operators, of which Inductor makes a kernel that is as fast.
+    """
+    if torch.compiler.is_compiling() or not x.is_cuda:
+        gate, up = x.chunk(
+            2, 1
+        )  # not `x.float()`: `to` of the same dtype loses the gradient in code compiled by torch 2.11
+        return torch.nn.functional.silu(gate) * up
+    out = x.new_empty(x.shape[0], x.shape[1] // 2)
+    _launch(variant(x.dtype, x.dtype, False), "silu_gate", len(x), out.shape[1] * x.itemsize, _dense(x), out)
+    return out
+
+
+@_operator("(Tensor x, Tensor dout) -> Tensor", lambda x, dout: x.new_empty(x.shape))
+def silu_gate_backward(x: Tensor, dout: Tensor) -> Tensor:
+    """Return the gradient of `silu_gate` with respect to x, in the shape and dtype of x.
+
+    Args:
+        x: (rows, 2 * width), the argument of `silu_gate`.
+        dout: (rows, width), the gradient of the result.
+    """
+    dx = x.new_empty(x.shape)
+    if not x.is_cuda:
+        (gate, up), dy = x.float().chunk(2, 1), dout.float()
+        sigmoid = gate.sigmoid()
+        return dx.copy_(torch.cat([dy * up * (sigmoid + gate * sigmoid * (1 - sigmoid)), dy * gate * sigmoid], 1))
+    launch = variant(x.dtype, x.dtype, False), "silu_gate_backward", len(x)
+    _launch(*launch, dout.shape[1] * x.itemsize, _dense(x), _dense(dout), dx)
+    return dx
+
+
+def _dense(x: Tensor) -> Tensor:
+    """Return x itself or a copy that is contiguous and begins at a multiple of 16 bytes."""
+    x = x.contiguous()
+    return x if x.data_ptr() % _VECTOR == 0 else x.clone()
+
+
+def _launch(chosen: Variant, name: str, grid: int, row: int, *values: Any, threads: int = 0) -> None:
+    """Launch the CUDA kernel `name`. Do nothing if there are no rows.
+
+    chosen: the variant. grid: the number of thread blocks. row: the bytes of a row, which is divided into vectors.
+    values: the kernel's arguments after the number of vectors; the last one is written.
+    threads: the number of threads of a block; 0 for one per vector, up to 256.
+    """
+    if grid:
+        vectors = row // _VECTOR
+        block = threads or min(_THREADS, -(-vectors // 32) * 32)
+        kernel(chosen, name, values[-1].device)(grid, block, vectors, *values)

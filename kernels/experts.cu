@@ -10,19 +10,14 @@
 
 constexpr int COUNT = Wide<ELEMENT>::count;
 
-// Load or store COUNT adjacent elements, of which p points to the first. What is read k times stays in L2, because all
-// else is marked as used once.
+// Load or store COUNT adjacent elements, of which p points to the first.
 template <typename T> __device__ __forceinline__ void load(const T* p, float* y) {
-#pragma unroll
-    for (int i = 0; i < COUNT; i += Wide<T>::count) Wide<T>::unpack(load_once((const uint4*)(p + i)), y + i);
-}
-template <typename T> __device__ __forceinline__ void load_again(const T* p, float* y) {
 #pragma unroll
     for (int i = 0; i < COUNT; i += Wide<T>::count) Wide<T>::unpack(load_cached((const uint4*)(p + i)), y + i);
 }
 template <typename T> __device__ __forceinline__ void store(T* p, const float* x) {
 #pragma unroll
-    for (int i = 0; i < COUNT; i += Wide<T>::count) store_once((uint4*)(p + i), Wide<T>::pack(x + i));
+    for (int i = 0; i < COUNT; i += Wide<T>::count) store_cached((uint4*)(p + i), Wide<T>::pack(x + i));
 }
 
 __device__ __forceinline__ float weight_of(const float* weights, long long i) { return weights[i]; }
@@ -60,7 +55,7 @@ extern "C" __global__ __launch_bounds__(256) void sum_rows_backward(int vectors,
 #pragma unroll 4
     for (int v = lane; v < vectors; v += 32) {
         float dy[COUNT], y[COUNT];
-        load_again(gradient + v * COUNT, dy);
+        load(gradient + v * COUNT, dy);
         load(rows + row * width + v * COUNT, y);
 #pragma unroll
         for (int i = 0; i < COUNT; i++) product += dy[i] * y[i], dy[i] *= weight;

@@ -29,19 +29,17 @@ def test_silu_gate(dtype, shape, launched) -> None:
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("layout", ["mixtral", "gpt_oss", "nemotron_h"])
 def test_experts(layout: str, compiled: bool, launched) -> None:
-    """Against float64 on the CPU: not further from it than 1.2 times transformers' own code."""
+    """Against float64 on the CPU."""
     torch._dynamo.reset()
-    plain, layer, exact = (Layer(layout) for _ in range(3))
+    layer, exact = Layer(layout), Layer(layout)
     exact.experts.config._experts_implementation = "eager"  # grouped_mm has no float64
     truth = run(exact.bfloat16().double(), torch.bfloat16)
-    expected = run(plain.bfloat16().cuda(), torch.bfloat16)
     layer = layer.bfloat16().cuda()
     assert sort_experts(layer.modules()) == 1
     if compiled:
         layer.compile(fullgraph=True)
     found = run(layer, torch.bfloat16)
     for name, true in truth.items():
-        errors = [(each[name].cpu().double() - true).norm() for each in (found, expected)]
-        assert errors[0] <= 1.2 * errors[1] + 1e-3 * true.norm(), name
+        assert (found[name].cpu().double() - true).norm() <= 0.01 * true.norm(), name  # 2.5 roundings to bfloat16
     used = {"mixtral": {"sum_rows", "sum_rows_backward", "silu_gate_backward"}}.get(layout, {"sum_rows"})
     assert used <= set(launched)

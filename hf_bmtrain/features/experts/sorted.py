@@ -159,8 +159,10 @@ def _product(experts: Any, factors: dict[str, Factors], numbers: Tensor, ends: T
 
 def _has_silu_gate(experts: Any) -> bool:
     """Return whether `experts` has the gate of transformers, silu(gate) * up, without hooks that have to be called."""
+    if not experts._default_gate:
+        return False
     act = experts.act_fn
-    if (type(act).__module__, type(act).__name__) not in _SILU or not experts._default_gate:
+    if (type(act).__module__, type(act).__name__) not in _SILU:
         return False
     return not ("_apply_gate" in vars(experts) or "forward" in vars(act) or has_global_hooks()) and not any(
         getattr(act, hooks) for hooks in _HOOKS

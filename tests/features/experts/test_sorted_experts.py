@@ -138,12 +138,12 @@ def test_operators(backend: str | None, monkeypatch: pytest.MonkeyPatch) -> None
         torch.testing.assert_close(found[name], wanted, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("change", ["hook", "forward", "gate", "activation"])
+@pytest.mark.parametrize("change", ["hook", "forward", "gate", "activation", "class"])
 def test_other_gates_are_called(change: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sorted_experts, "serves", lambda rows, parts=1: rows.dtype in arithmetic.C_NAMES)
     results = []
     for sort in (False, True):
-        layer = Layer("mixtral")
+        layer = Layer("gpt_oss" if change == "class" else "mixtral")
         experts = layer.experts
         if change == "hook":
             experts.act_fn.register_forward_hook(lambda module, inputs, y: 2 * y)
@@ -151,7 +151,7 @@ def test_other_gates_are_called(change: str, monkeypatch: pytest.MonkeyPatch) ->
             experts.act_fn.forward = torch.tanh
         elif change == "gate":
             experts._apply_gate = lambda x: x.chunk(2, -1)[1].tanh()
-        else:
+        elif change == "activation":
             experts.act_fn = nn.GELU()
         if sort:
             sort_experts(layer.modules())

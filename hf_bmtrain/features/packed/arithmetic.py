@@ -312,7 +312,7 @@ def variants(arch: int) -> list[Variant]:
     A variant is a combination of macro definitions. Tests use this function to compile every variant. Training compiles
     only those that it launches.
 
-    arch: the GPU's compute capability (90 is 9.0). Not used, because the variants are the same for all GPUs. In other
-        modules with a function of this name, they may depend on it.
+    arch: the GPU's compute capability (90 is 9.0). Not used here, because the variants are the same for all GPUs. Some
+        other modules have a function `variants` whose result depends on it.
     """
     return [variant(form, dtype) for form in FORMATS.values() for dtype in C_NAMES]

@@ -146,7 +146,10 @@ class Config(Mapping):
         return tuple(_TOGETHER) if _initialized() and current_world().grid is not None else ()
 
     def __setitem__(self, key: str, value: Any) -> None:
-        raise TypeError(f"config is read-only: pass {key!r} to init_distributed, auto_wrap or CheckpointBlock instead.")
+        raise TypeError(
+            f"config is read-only, so {key!r} cannot be set. To change a setting, pass it as an argument of "
+            "init_distributed, auto_wrap or CheckpointBlock, if they have it."
+        )
 
     def __repr__(self) -> str:
         return f"Config({ {key: self[key] for key in _VALUES} if _initialized() else 'before init_distributed' })"

@@ -98,8 +98,10 @@ def reduce_scatter(x: torch.Tensor, op: str = "sum", comm: Any = None) -> torch.
     """Reduce a tensor over all ranks and return this rank's part of dimension 0. Differentiable.
 
     Collective: every rank must call it, and run its backward. Backward concatenates the gradients that all ranks have
-    of their results, also with `config["tp_comm"]`. For "sum", the gradient of `x` is this concatenation g. For "avg",
-    it is g / world size. For "max", "min" and "prod", it is computed from g as in `all_reduce`.
+    of their results. For "sum", the gradient of `x` is this concatenation g. For "avg", it is g / world size. For "max"
+    and "min", it is g on the rank that has the maximum or minimum (divided evenly if several ranks have it), and 0 on
+    others. For "prod", it is g times the product of the other ranks' values. This is the same with
+    `config["tp_comm"]`, because each rank has the gradient of other rows there, too.
 
     Args:
         x: (world size * n, ...); shape and dtype must be equal on all ranks. The dtypes bool, int16 and complex are not
@@ -208,7 +210,7 @@ def _check_tensor(function: str, name: str, x: Any) -> None:
         raise ValueError(f"{function}: {name} must be a tensor, not a {type(x).__name__}. Pass torch.tensor({name}).")
     if x.is_meta:
         raise ValueError(
-            f"{function}: {name} is on the meta device, so it has no values. Pass a tensor on another one."
+            f"{function}: {name} is on the meta device, so it has no values. Pass a tensor on a real device."
         )
 
 

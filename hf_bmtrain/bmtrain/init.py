@@ -84,12 +84,13 @@ def init_distributed(
             the ranks of one host, so that every host has a complete copy, and only gradients are exchanged between
             hosts (hybrid sharding, HSDP). "host+world": gradients and optimizer state over all ranks, but weights over
             the ranks of one host. Hosts then exchange the new weights once per step, which is slower than "host" but
-            needs less memory. "auto": the first of these whose condition is met. "world" if the hosts have different
-            numbers of ranks, or one rank each. "host" if gather="peer". "world" if the measured bandwidth between hosts
-            is at least half of that inside a host. "host" if gather="collective". "host+world" otherwise. The log says
-            what was selected and why. On one host, all values mean the same. "host" needs hosts with equally many
-            ranks, and "host+world" also at least two on each. "host" does not work with gather="two-level", nor
-            "host+world" with gather="collective" or, on several hosts, "peer".
+            needs less memory. "auto" selects by the first of these rules that applies: (1) "world" if the hosts have
+            different numbers of ranks, or one rank each; (2) "host" if gather="peer"; (3) "world" if the measured
+            bandwidth between hosts is at least half of that inside a host; (4) "host" if gather="collective"; (5)
+            "host+world" otherwise. The log says what was selected and why. On one host, all values mean the same.
+            "host" needs hosts with equally many ranks, and does not work with gather="two-level". "host+world" needs
+            hosts with equally many ranks, at least two on each. It does not work with gather="collective" and, on
+            several hosts, not with gather="peer" either.
 
     Raises:
         RuntimeError: this function was called before, a rank did not call it within `timeout`, the ranks' arguments

@@ -170,7 +170,7 @@ class InspectTensor:
         """Record a tensor. Called by `record_tensor`, which model code should call instead.
 
         Args:
-            x: the tensor. It is kept itself, not copied.
+            x: the tensor. The record refers to `x` itself, not to a copy.
             name: its name.
             group: a prefix of its name in the summary, or None.
             requires_grad: whether to keep its gradient too, if `x` requires one (`x.retain_grad()`).
@@ -313,7 +313,7 @@ def record_tensor(x: torch.Tensor, name: str, group: str | None = None, requires
     """Record an activation in the active `inspect_tensor` context; do nothing outside one.
 
     Args:
-        x: the activation, any shape. It is kept itself, so do not modify it in place afterwards.
+        x: the activation, any shape. No copy is made, so do not modify `x` in place afterwards.
         name: its name in the summary.
         group: a prefix of the name, or None.
         requires_grad: whether to keep its gradient too, if `x` requires one.

@@ -114,8 +114,8 @@ def _merge_newest(found: list[Found], given: argparse.Namespace) -> str | None:
 def verify(checkpoint: Found) -> bool:
     """Compare all bytes of a checkpoint with their checksums, and print the result. Return whether no damage was found.
 
-    Files that Trainer has added after the checkpoint was complete are checked too. Files without a checksum are listed
-    in the result, but do not count as damaged.
+    Files that Trainer has added after the checkpoint was complete are checked too. If no damage is found, the names of
+    files without a checksum are printed. They do not count as damaged.
     """
     files = checkpoint.manifest.files
     total = sum(map(checkpoint.manifest.size, files))
@@ -152,9 +152,10 @@ def verify(checkpoint: Found) -> bool:
 
 
 def describe(checkpoint: Found) -> bool:
-    """Print a checkpoint's step, number of ranks, package versions, files and tensors.
+    """Print a checkpoint's step, number of ranks, package versions, files and tensors, for the command `inspect`.
 
-    Damage is not searched for, so the result is always True, the value that `verify` returns for an intact checkpoint.
+    Returns True, to have the same signature as `verify`, which returns whether a checkpoint is intact. This function
+    does not search for damage.
     """
     manifest = checkpoint.manifest
     versions = ", ".join(f"{name} {version}" for name, version in manifest.versions.items())

@@ -45,9 +45,13 @@ parameters and the buffers."""
 
 
 def has_trained_only(files: Iterable[str]) -> bool:
-    """Return whether a checkpoint was saved with `trained_only`. files: the names of its files.
+    """Return whether a checkpoint was saved with `trained_only`, which leaves out weights that were never trained.
 
-    Files that `add` of `save_state` wrote do not count, even if their names begin with "model".
+    The names of the weight files tell: `trained*.safetensors` with `trained_only`, otherwise `model*.safetensors`. Only
+    names of this form count, with numbers of parts in place of `*`. A file such as "model_card.md", which the argument
+    `add` of `save_state` may have written, is ignored. If there is no weight file, the result is True.
+
+    files: the names of the checkpoint's files.
     """
     matches = (re.fullmatch(rf"({MODEL}|{TRAINED})(-\d+-of-\d+)?\.safetensors", name) for name in files)
     written = {match[1] for match in matches if match}
@@ -318,12 +322,13 @@ def _holds_local(value: Any) -> bool:
 
 
 class LoadedState:
-    """Loads saved state into an optimizer: create this object, call `target` for each tensor, fill it, and call `load`.
+    """Loads saved state into an optimizer. Create this object, fill the tensors that `target` returns, and call `load`.
 
-    To avoid a second copy of the state, the tensors that `target` returns for an AdamOptimizer are, if possible, its
-    new state tensors. The constructor must allocate them. So if `names` is not empty, it already replaces the
-    AdamOptimizer's old state, step counts and settings. They are lost even if `load` is never called, and the state is
-    then incomplete. Optimizers of other classes, and an AdamOptimizer without `names`, do not change before `load`.
+    An AdamOptimizer with a `names` that is not empty changes as soon as this object is created: the constructor
+    replaces its state, step counts and settings, and allocates new state tensors. If possible, `target` returns these
+    tensors themselves, which avoids a second copy of the state. The old state is lost even if `load` is never called,
+    and the new state is incomplete until `load` has been called. In all other cases, the optimizer does not change
+    before `load`.
 
     Args:
         optimizer: the optimizer.
@@ -331,7 +336,7 @@ class LoadedState:
         names: the state tensors for which `target` will be called, as (parameter name, key). An example of a key is
             "exp_avg".
         others: the rest of the saved state, such as step counts, as {parameter name: {key: value}}.
-        groups: the saved parameter groups, in the order of the optimizer's groups.
+        groups: the saved parameter groups, one for each group of the optimizer, in the same order.
     """
 
     def __init__(

@@ -31,7 +31,12 @@ _PREFIXES = ("checkpoint-", "checkpoint_")  # how names of checkpoints of `save_
 
 
 class Found(NamedTuple):
-    """A checkpoint whose manifest (the list of its files) is valid, and whose files have the sizes listed there."""
+    """A checkpoint whose manifest (the list of its files) is valid, and whose files have the sizes listed there.
+
+    Attributes:
+        folder: the checkpoint's folder.
+        manifest: the manifest that was read from the folder.
+    """
 
     folder: Path
     manifest: Manifest
@@ -62,7 +67,10 @@ def lock(root: Path, held: IO[str] | None = None) -> IO[str] | None:
         file.seek(0)
         holder = file.read().strip() or "another process"
         file.close()
-        raise RuntimeError(f"{holder} is also saving to {root}. Give each job its own folder.") from error
+        raise RuntimeError(
+            f"{holder} is also saving to {root}. Give each job its own folder, or end that process if it is left over "
+            "from an earlier job."
+        ) from error
     except OSError as error:
         _log.warning(
             "%s cannot be locked (%s), so save_state will not notice if a second job saves to the same folder. Give "
@@ -162,16 +170,16 @@ def publish(staging: Path, final: Path) -> None:
 
 
 def prune(new: Path, keep: int | None) -> None:
-    """Delete replaced checkpoints after a new one was published, and the oldest others until `keep` of them remain.
+    """Delete older checkpoints after a new one was published: those that were replaced, and all but the newest `keep`.
 
-    A checkpoint was replaced if a newer checkpoint was saved under the same name. The new checkpoint is complete, so
-    nothing is raised: a warning names what cannot be deleted. If the name of the new checkpoint cannot be flushed to
-    disk, which is logged too, nothing is deleted.
+    A checkpoint was replaced if a newer checkpoint was saved under the same name. First, the new name is flushed to
+    disk. If this fails, a warning is logged, and nothing is deleted. No error is raised, because the new checkpoint is
+    complete: a warning names each checkpoint that cannot be deleted.
 
     Args:
         new: the checkpoint that was published. The other checkpoints are in the same folder. Symbolic links to
             checkpoints are not counted, and are deleted only if they were replaced.
-        keep: the number of checkpoints that remain. None deletes only replaced checkpoints.
+        keep: the number of checkpoints that remain, including the new one. None deletes only replaced checkpoints.
     """
     with deleting_older(new):
         if not flush_name(new):
@@ -188,7 +196,12 @@ def prune(new: Path, keep: int | None) -> None:
 
 @contextlib.contextmanager
 def deleting_older(new: Path) -> Iterator[None]:
-    """Under `with`, log an error instead of raising it, because the checkpoint `new` is already complete."""
+    """Context manager around code that deletes older checkpoints. It suppresses exceptions, and logs them as a warning.
+
+    The new checkpoint is already complete, so saving it must not fail because older ones cannot be found or deleted.
+
+    new: the new checkpoint, for the warning.
+    """
     try:
         yield
     except Exception as error:

@@ -202,12 +202,12 @@ def _find(world: World, given: Path, without: tuple[str, ...]) -> tuple[list[Fou
         try:
             if root.is_file():
                 raise NotADirectoryError(
-                    "the path is a file. Pass the folder of a checkpoint, or the folder that contains checkpoints"
+                    "this path is a file. Pass the folder of a checkpoint, or the folder that contains checkpoints"
                 )
             if given.is_symlink() and not root.exists():
                 raise FileNotFoundError(
-                    f"the path is a symbolic link to {root}, which does not exist. If that folder was moved, pass its "
-                    "new path; if it was deleted, pass another folder"
+                    f"this path is a symbolic link to {root}, which does not exist. If that folder was moved, pass its "
+                    "new path. If it was deleted, pass another folder"
                 )
             found = find(root, without)
         except Exception as error:

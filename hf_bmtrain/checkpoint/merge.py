@@ -90,7 +90,8 @@ def check_arguments(checkpoint: Found, output: Path, with_optimizer: bool, base:
     """Raise ValueError if the arguments `base` or `output` of `merge` are not allowed for this checkpoint.
 
     `base` is required for a checkpoint that was saved with `trained_only`, and otherwise forbidden. `output` must not
-    be a folder beside the checkpoint that `load_state` would treat as another checkpoint of the same training.
+    be in the folder that contains the checkpoint if the training that saves there would take `output` for one of its
+    own checkpoints. It would do so if `output` contains the optimizer state, or has a name such as "checkpoint-100".
 
     Args:
         checkpoint: the checkpoint to merge.
@@ -99,7 +100,7 @@ def check_arguments(checkpoint: Found, output: Path, with_optimizer: bool, base:
         base: the folder or safetensors files of the base model, from which training started; empty if not given.
 
     Raises:
-        ValueError: `base` is missing or forbidden, or `output` is such a folder.
+        ValueError: `base` is missing or forbidden, or `output` could be taken for a checkpoint of the training.
     """
     if has_trained_only(checkpoint.manifest.files) and not base:
         raise ValueError(
@@ -162,7 +163,10 @@ def _open_base(base: Sequence[Path]) -> tuple[dict[str, _Source], dict[str, byte
         else:
             files = [(path.parent, None, read_header(path)) for path in base]
     except (Damaged, OSError) as error:
-        raise ValueError(f"--base {folder} does not contain a model in safetensors files: {error}") from error
+        raise ValueError(
+            f"--base {folder} does not contain a model in safetensors files: {error}. Pass the folder, or all "
+            "safetensors files, of the model from which training started"
+        ) from error
     for place, manifest, found in files:
         for name, stored in found.items():
             if name in tensors:

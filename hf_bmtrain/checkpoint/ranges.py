@@ -29,7 +29,13 @@ PIECE_BYTES = 4 << 20
 
 
 class Part(NamedTuple):
-    """A 1-D tensor, on any device, that is to be written to a file. Its first byte becomes byte `start` of `file`."""
+    """A tensor that is to be written to a file.
+
+    Attributes:
+        file: the name of the file.
+        start: the offset in the file, in bytes, at which the tensor's first byte is written.
+        values: the tensor, 1-D, on any device.
+    """
 
     file: str
     start: int

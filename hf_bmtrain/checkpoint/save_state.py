@@ -44,25 +44,36 @@ from .ranges import Part, checksums, write_file, write_parts
 _log = logging.getLogger("hf_bmtrain")
 _PACKAGES = ("hf_bmtrain", "torch", "transformers", "accelerate")
 _SECONDS = 1800  # how long a background thread waits for another rank's report
-_GONE_SECONDS = 5.0  # how often it looks whether that rank's process has ended; a launcher usually ends all before
+# Seconds between the thread's checks whether the process of that rank has ended. (Usually the launcher has ended all
+# processes before such a check.)
+_GONE_SECONDS = 5.0
 
 
 class Exchange(Protocol):
-    """With this object, the ranks exchange descriptions of errors. Every rank must call its methods."""
+    """The interface by which the ranks tell each other at each stage of saving whether it has failed.
+
+    There are two implementations, because only one thread at a time may run collectives: `_Collectives` for the thread
+    that trains, and `_Posts`, which uses a key-value store, for the background threads of `non_blocking`.
+    """
 
     def collect(self, point: str, problem: str | None) -> str | None:
         """Return one text with the errors of all ranks, or None if there are none; the same on every rank.
 
+        Collective: every rank must call it.
+
         Args:
-            point: a name for this exchange.
+            point: the name of the stage, such as "parts": the same on every rank, and used only once per checkpoint.
             problem: the description of this rank's error, or None.
         """
 
     def from_first(self, point: str, problem: str | None) -> str | None:
         """Return the description of rank 0's error, or None, on every rank.
 
+        Collective: every rank must call it.
+
         Args:
-            point: a name for this exchange.
+            point: the name of the stage, such as "publication": the same on every rank, and used only once per
+                checkpoint.
             problem: on rank 0, the description of its error, or None. Ignored on other ranks.
         """
 
@@ -236,7 +247,13 @@ def _add(world: World, job: _Job, add: Callable[[Path], None] | None) -> None:
 def let_others_save(folder: str | os.PathLike) -> None:
     """Wait until this job's last checkpoint in `folder` is complete, and unlock the folder for other jobs.
 
-    Collective: every rank must call it. Raises RuntimeError on every rank if saving this checkpoint failed.
+    `save_state` locks the folder until this process ends. Call this function earlier if this job saves no more
+    checkpoints to the folder, or before the folder is renamed.
+
+    Collective: every rank must call it. Raises RuntimeError on every rank if saving the last checkpoint failed. Does
+    nothing if this job has saved nothing to `folder`.
+
+    folder: the folder that was passed to `save_state`.
     """
     keeper = current_world().kept.pop(Path(folder).resolve(), None)
     if keeper is not None:
@@ -299,7 +316,8 @@ class SavingState:
             self._thread = None
             # Usually all ranks have the same text, which contains the problems of all ranks. But if a rank could not
             # send its problem to the others, no other rank has a text. So gather all texts, and raise the first, unless
-            # rank 0 has published the checkpoint: then it is complete, and a rank only could not learn that.
+            # rank 0 has published the checkpoint: then it is complete, and a text only says that a rank could not learn
+            # this.
             reports = self._world.gather_objects((self._job.published, self._problem))
             published, _ = reports[0]
             _raise(self._job, None if published else next((text for _, text in reports if text), None))
@@ -675,9 +693,11 @@ class _Posts:
             shown = self._world.control.look(key)
             if shown is not None:
                 return shown
-            if gone:  # it had ended before this last look for its text
+            if gone:  # the process of `rank` had ended before the last call of `look`, which found no text
                 raise TimeoutError(gone)
             if time.monotonic() > look_again and isinstance(watch, Watch):
                 gone, look_again = watch.why_gone(rank), time.monotonic() + _GONE_SECONDS
             time.sleep(0.05)
-        raise TimeoutError(f"rank {rank} did not finish saving within {_SECONDS} s. Look for an error in its log")
+        raise TimeoutError(
+            f"rank {rank} did not report within {_SECONDS} s whether saving succeeded. Look for an error in its log"
+        )

@@ -76,7 +76,7 @@ def install(world: World, watch: Watch, opened: Sequence[Communicator], joined: 
 
     def leave() -> None:
         restore()
-        if os.getpid() == pid:  # a forked child also has this exit handler, but must not leave in the rank's place
+        if os.getpid() == pid:  # a forked child inherits this exit handler, but its end is not the end of this rank
             _leave(world, watch, opened, joined, exits)
 
     atexit.register(leave)
@@ -92,13 +92,14 @@ def _report_exceptions(watch: Watch, rank: int) -> Callable[[], None]:
     print_exception, pid = sys.excepthook, os.getpid()
 
     def report(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        if os.getpid() != pid:  # in a forked child, whose end is not that of this rank
+        if os.getpid() != pid:  # in a forked child, whose exceptions do not end this rank
             print_exception(kind, error, trace)
             return
         line, interrupted = line_of(trace), isinstance(error, KeyboardInterrupt)
         at = f" at {line}" if line else ""
         if interrupted and not watch.has_failed:
-            # Ctrl-C interrupts every rank, wherever it is. This is no failure, so tracebacks would only hide the line.
+            # Ctrl-C interrupts every rank at any line. This is no failure, so print one text with the line instead of a
+            # traceback from every rank.
             _log.debug("rank %d: %s", rank, "".join(traceback.format_exception(kind, error, trace)))
             watch.end(f"{INTERRUPTED}{at}")
             if _hides_error(error):
@@ -108,7 +109,8 @@ def _report_exceptions(watch: Watch, rank: int) -> Callable[[], None]:
                 sys.stderr.flush()
             return
         problem = watch.problem
-        # An error that does not mention the problem is another failure. Ctrl-C only ends a wait because of the problem.
+        # If the error's text does not contain the problem, the error is another failure, and is reported instead. This
+        # does not hold for KeyboardInterrupt: the user presses Ctrl-C to end a wait that the problem has caused.
         if problem is not None and not interrupted and problem not in str(error):
             problem = None
         if problem is None and isinstance(error, RuntimeError):
@@ -252,12 +254,12 @@ def _leave(world: World, watch: Watch, opened: Sequence[Communicator], joined: b
     watch.end(f"has left the program; its last exit call was {exits.last}" if exits.last else "has left the program")
     if not failed:
         try:
-            wait_loader()  # synchronizes this rank's device, because other ranks may wait for operations queued on it
+            wait_loader()  # completes the collectives that are queued on this rank's device, for which others may wait
             world.barrier(EXIT)
         except (RuntimeError, ValueError):  # ValueError: the program has replaced the default process group
             failed, problem = True, watch.problem
         except KeyboardInterrupt:
-            failed = True  # do not wait any longer; ranks that were interrupted in their programs report it
+            failed = True  # do not wait any longer. The interruption is reported by ranks whose programs still ran
     watch.stop()
     if problem is not None and repr(EXIT) not in problem:
         _log.warning(

@@ -100,11 +100,13 @@ class SharedStatus:
 
         A collective log lists the operations that this rank has issued on one communicator. After this call, the log
         compares each new operation, before it is issued, with the logs of two neighbours: the previous and the next
-        rank of this host that use the communicator. If they differ, it raises RuntimeError. Two neighbours are enough,
-        because if the logs of any ranks differ, those of two adjacent ranks do.
+        rank of this host that use the communicator (the last and the first rank are neighbours too). If they differ, it
+        raises RuntimeError. Two neighbours are enough, because if the logs of any ranks differ, those of two adjacent
+        ranks do.
 
         Every rank must add its logs in the same order. At the time of this call, the log must have the same entries on
-        all ranks that use the communicator. Only the first 8 logs are shared.
+        all ranks that use the communicator. Only the first 8 logs are shared; calls for further logs do nothing, and
+        differences in these are found only when the ranks send each other their last operations.
         """
         number, self._collective_logs = self._collective_logs, self._collective_logs + 1
         if self._pages and number < _JOURNALS:

@@ -93,8 +93,9 @@ class Status:
     def to_text(self, limit: float = math.inf) -> str:
         """Return this status of a rank as JSON, in ASCII, of at most `limit` characters.
 
-        If it would be longer, its texts are cut off. An error may contain a page of the user's data, of which a
-        character takes up to 12 characters of JSON. If it is still too long, it has no occasions and excerpts.
+        If it would be longer, each text in it is cut to 1000, 250 or 50 characters. An error may quote a page of the
+        user's data, and a character that is not ASCII takes up to 12 characters of JSON. If even 50 are too many,
+        `occasions` and `excerpts` are left empty, too. Nothing else is shortened.
         """
         values = asdict(self)
         for length in (None, 1000, 250, 50):

@@ -66,14 +66,14 @@ class Watch(Monitor):
         self._communicators: list[Communicator] = []
         self._interrupt: Callable[[], None] = lambda: None
         self._busy: Callable[[], bool] = lambda: False  # whether this rank's device has unfinished work
-        self._delay = self._next = hang_seconds()
+        self._delay = self._next = hang_seconds()  # seconds of waiting before the first, and the next, warning
         self._reported: dict[int, Status] = {}  # each missing rank's status at the last warning in the present wait
         self._warning: str | None = None  # the text of the last warning in the present wait
         self._stopped = threading.Event()
         self._since = time.monotonic()  # the time of the last change of `_seen`
         # For each communicator, the number of operations that this rank, and the next rank, have issued on it.
         self._seen: tuple[list[int], list[int]] = [], []
-        self._own_counts: list[int] = []  # for each communicator, this rank's number at the last call of `_observe`
+        self._own_counts: list[int] = []  # this rank's numbers of operations, as in `_seen`, at the last `_observe`
         self._program = threading.get_ident()  # the thread that trains, which need not be the main one
         self._thread = threading.Thread(target=self._run, name="hf_bmtrain watch", daemon=True)
 
@@ -115,7 +115,7 @@ class Watch(Monitor):
             self._thread.join(2 * SECONDS)
 
     def end(self, how: str) -> None:
-        """Tell the other ranks at once that and how this rank's program ended. Later calls do nothing.
+        """Tell the other ranks at once that this rank's program has ended, and how. Later calls do nothing.
 
         Called after an uncaught exception, and when the process exits.
 
@@ -136,7 +136,10 @@ class Watch(Monitor):
 
     @property
     def has_failed(self) -> bool:
-        """Whether every rank must stop for another reason than that ranks were interrupted."""
+        """Whether every rank must stop because of a failure, and not because ranks were interrupted (Ctrl-C).
+
+        If this rank is interrupted, this decides whether it reports the interruption or the failure.
+        """
         first = self.raised_before()
         return self.problem is not None if first is None else not first[1].interrupted
 
@@ -151,7 +154,7 @@ class Watch(Monitor):
             seconds: the maximum time to wait.
 
         Returns:
-            The text, or "" if another rank was interrupted before this one, and therefore has this text.
+            The text, or "" if another rank was interrupted before this one: on that rank, this method returns the text.
         """
         end, ranks = time.monotonic() + seconds, {self._rank: self.status}
         with contextlib.suppress(KeyboardInterrupt):
@@ -196,15 +199,17 @@ class Watch(Monitor):
         return self.problem
 
     def find_cause(self, seconds: float) -> str | None:
-        """Return why an operation with other ranks has failed on this rank, or None if it is unknown.
+        """Return a text that says why an operation with other ranks has failed on this rank, or None.
 
-        This waits at most `seconds` until `problem`, the reason why every rank must stop, is known, and returns it. If
-        it is still unknown, the result is:
+        This waits at most `seconds` until `problem`, the reason why every rank must stop, is known. The result is the
+        first of these that applies:
 
-        * None if another rank has ended by an exception (see `raised_before`), which is the cause;
-        * otherwise, a text that names the ranks that can no longer take part in operations, for example because their
-          processes have ended;
-        * if there are no such ranks, the last warning about the operation for which this rank has waited, or None.
+        * `problem`, if it is known;
+        * None, if another rank has ended by an exception. That rank is the cause, and `raised_before` returns it;
+        * a text that names the ranks that can no longer take part in operations, for example because their processes
+          have ended;
+        * the last warning about the operation for which this rank has waited;
+        * None, if the cause is unknown.
         """
         warning = self._warning
         if self.wait_for_problem(seconds) is not None or self.raised_before() is not None:
@@ -409,8 +414,8 @@ class Watch(Monitor):
             self.status.blamed = sorted(set(range(self._control.size)) - set(waiting))
             return f"{text} The timeout of init_distributed, {self._control.timeout:.0f} s, has expired."
         others = [status for rank, status in ranks.items() if rank != self._rank]
-        # Collective logs do not contain operations of torch.distributed, so `compare` cannot find out that no other
-        # rank joins this operation. It is certain only if every other rank has ended: a rank that still runs may join.
+        # Collective logs do not contain operations of torch.distributed, so `compare` cannot find out whether another
+        # rank will join this operation. A rank that still runs may join it. So give up only if all others have ended.
         if self.status.waits.startswith("torch.distributed.") and all(
             status.ended and status.waits == repr(EXIT) for status in others
         ):

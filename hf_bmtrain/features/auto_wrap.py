@@ -50,6 +50,9 @@ def extensions_of(options: Options) -> list[Extension]:
 class LayerFeatures:
     """Creates the objects with which a CheckpointBlock (a sharded layer) recomputes its forward in backward.
 
+    It implements the interface `engine.blocks.recompute.LayerFeatures`. The code in `engine` calls its methods when a
+    block is created, and does not import the classes of the objects.
+
     `check` raises ValueError unless `use_checkpoint` is a value that `auto_wrap` documents. `recompute` creates the
     policy that decides what to recompute. `replay` creates the object that restores buffers and random generators for a
     recomputation. `inputs` creates a store that keeps block inputs in host memory, or returns None on the CPU.
@@ -86,11 +89,12 @@ def auto_wrap(
     """Shard a model over all ranks, in place, and return it. Collective: every rank must call it.
 
     The items of each outermost `nn.ModuleList` of layers become CheckpointBlocks, and the list becomes a
-    TransformerBlockList. (Of nested lists, the inner ones count. Lists with embeddings or None are left out.) Every
-    other module all-gathers its own parameters when it is called, as a DistributedModule does. Class names,
-    `state_dict` keys and tied weights are preserved. The model moves to this rank's device, and every rank receives
-    rank 0's weights and buffers. Convert the model to another dtype before this call. Create the optimizer after it,
-    because `model.parameters()` then yields local parameters, which hold this rank's elements.
+    TransformerBlockList. (If items of a list are themselves lists, these inner lists are used instead. Lists with
+    embeddings or None are left out.) Every other module all-gathers its own parameters when it is called, as a
+    DistributedModule does. Class names, `state_dict` keys and tied weights are preserved. The model moves to this
+    rank's device, and every rank receives rank 0's weights and buffers. Convert the model to another dtype before this
+    call. Create the optimizer after it, because `model.parameters()` then yields local parameters, which hold this
+    rank's elements.
 
     After adding parameters such as adapters, call `auto_wrap(model)` again. It shards each new parameter with the block
     that contains it.
@@ -139,7 +143,7 @@ def auto_wrap(
     """
     world = current_world()
     expect_module("model", model)
-    if blocks is not None and not isinstance(blocks, torch.nn.Module):  # `wrap` checks a Module
+    if blocks is not None and not isinstance(blocks, torch.nn.Module):  # a single module is checked in `wrap`
         expect_kind("blocks", blocks, Iterable, "a list of modules of the model, or None")
     if weights is not None:
         expect_path("weights", weights)
@@ -165,6 +169,8 @@ def auto_wrap(
 @functools.wraps(auto_wrap, assigned=("__annotations__",))
 def BMTrainModelWrapper(model: torch.nn.Module, *args: Any, **kwargs: Any) -> torch.nn.Module:
     """Shard a model as `auto_wrap` does, unless it is sharded already. Collective: every rank must call it.
+
+    This is the function for programs that were written for BMTrain. New programs can call `auto_wrap`.
 
     A model is returned unchanged if it is a TransformerBlockList (a list of sharded layers), or if it contains
     CheckpointBlocks or DistributedModules (sharded layers or modules) and all its parameters are sharded. The other

@@ -52,7 +52,8 @@ class Options:
         keep: Any = self.keep
         if not isinstance(keep, (list, tuple)) or not all(isinstance(name, str) for name in keep):
             raise TypeError(
-                f"keep must be a list of names of modules to exclude from float8, such as ['down_proj'], got {keep!r}"
+                "The argument keep must be a list of names of modules to exclude from float8, such as "
+                f"['down_proj'], got {keep!r}"
             )
         expect_flag("offload_activations", self.offload_activations)
         if self.offload_activations and self.use_checkpoint is False:

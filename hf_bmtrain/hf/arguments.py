@@ -80,7 +80,8 @@ def check_arguments(args: TrainingArguments, model: torch.nn.Module) -> None:
     for name in ("fsdp", "deepspeed", "parallelism_config"):
         if getattr(args, name, None):
             raise ValueError(
-                f"{name}={getattr(args, name)!r} does not work with a model that hf_bmtrain has sharded. Leave it out."
+                f"{name}={getattr(args, name)!r} does not work with a model that hf_bmtrain has sharded, because it "
+                "would shard or parallelize the model once more. Leave it out."
             )
     if args.n_gpu > 1:
         raise ValueError(

@@ -81,8 +81,8 @@ class BadNumbers:
         if self._logs >= LIMIT if scale is None else scale < LEAST_SCALE:
             raise RuntimeError(
                 f"Training no longer makes progress: {problem}. Resume from an earlier checkpoint with a lower "
-                "learning rate, or without the data that cause this (the log names block and rank). In a "
-                "training loop of your own, OptimManager skips such steps."
+                "learning rate, or without the data that cause this (the log names block and rank). If you write the "
+                "training loop yourself, OptimManager skips the steps whose gradients are inf or nan."
             )
         if current_world().rank == 0:
             _log.warning("%s. The gradients of the next steps will be examined for the cause", problem)

@@ -125,7 +125,7 @@ class BMTrainCallback(TrainerCallback):
             # Trainer's total_flos calls `num_parameters`, which would count only this rank's elements.
             if hasattr(model, "num_parameters"):
                 model.num_parameters = ParameterCount(model)
-        # The callback of another Trainer may have replaced the model's methods. Then use the same weights as it does.
+        # A model has one StagedWeights, which all its Trainers use. Another Trainer's callback may have created it.
         self._weights = StagedWeights.of(model) or known or StagedWeights(model)
 
     def _prepare_saves(self) -> None:
@@ -148,8 +148,8 @@ class BMTrainCallback(TrainerCallback):
             return
         setattr(trainer, HAD_CALLBACK, True)
         # This method is called in `on_init_end` and again when training begins. `count_rows_once` must run both times,
-        # because TRL's trainers are not completely constructed in `on_init_end`. The rest must run once for each model:
-        # after that, `claim_hooks` returns False.
+        # because TRL's trainers are not completely constructed in `on_init_end`. The other functions must not add their
+        # hooks twice: if the model already has the hooks of this trainer, `claim_hooks` returns False.
         count_rows_once(trainer)
         if not claim_hooks(model, trainer):
             return
@@ -202,7 +202,8 @@ class BMTrainCallback(TrainerCallback):
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         assert self._weights is not None and self._checkpoints is not None and self._speed is not None
         self._weights.drop()
-        if self._checkpoints.staged is not None:  # the user's program called `_save_checkpoint`, without `on_save`
+        # A save is unfinished if the user's program itself called `_save_checkpoint`: Trainer then calls no `on_save`.
+        if self._checkpoints.staged is not None:
             current_world().barrier("a save")  # wait until every rank has written its random state
             self._checkpoints.withdraw()
         self._speed.resume()

@@ -98,10 +98,11 @@ class TrainerCheckpoints:
         self._refer({"id": identity, "folder": str(folder)})
 
     def complete(self, best: str | None) -> None:
-        """Add checksums of Trainer's files to the checkpoint, then delete the oldest checkpoints beyond the limit.
+        """Add checksums of Trainer's files to the new checkpoint, then delete the oldest checkpoints beyond the limit.
 
-        Collective: every rank must call it. The limit is Trainer's `save_total_limit`. If an older checkpoint cannot be
-        deleted, rank 0 logs a warning.
+        Call it after `save`, when Trainer has written its own files to the checkpoint. Without a `save` before, it does
+        nothing. Collective: every rank must call it. The limit is Trainer's `save_total_limit`. If an older checkpoint
+        cannot be deleted, rank 0 logs a warning.
 
         Args:
             best: the path of a checkpoint that must not be deleted (the best one, if Trainer tracks it), or None.
@@ -131,8 +132,9 @@ class TrainerCheckpoints:
     def withdraw(self) -> None:
         """End a `save` that is not followed by `complete`, for example because Trainer failed in between.
 
-        Restore the optimizer's own state_dict(). Rank 0 deletes the checkpoint if some of Trainer's files are missing,
-        and gives an earlier checkpoint of the same step its name again.
+        Restore the optimizer's own state_dict(), which `save` has replaced on every rank. Rank 0 deletes the checkpoint
+        if some of Trainer's files are missing, and then gives an earlier checkpoint of the same step its name again.
+        Not collective: ranks do not wait for each other. Without a `save` before, it does nothing.
         """
         folder = self._forget()
         if folder is not None and current_world().rank == 0:
@@ -193,11 +195,13 @@ class TrainerCheckpoints:
         not verify checksums. Trainer's own files are verified too, including files that Trainer loads later.
 
         Args:
-            folder: the checkpoint from which Trainer resumes. None if Trainer does not resume. With None, a checkpoint
-                is loaded only if the user's program has loaded its `optimizer.pt` into the optimizer.
+            folder: the checkpoint from which Trainer resumes, or None if Trainer does not resume. The user's program
+                may have loaded the `optimizer.pt` of a checkpoint into the optimizer itself. With None, that checkpoint
+                is loaded; if there is none, nothing is loaded.
 
         Raises:
-            RuntimeError: the checkpoint is incomplete or damaged.
+            RuntimeError: on every rank, if the checkpoint is incomplete or damaged, or if its `optimizer.pt` was not
+                loaded or belongs to another checkpoint.
         """
         reference = self._optimizer.param_groups[0].pop(_REFERENCE, None)
         if reference is None:
@@ -224,8 +228,9 @@ class TrainerCheckpoints:
         # ones from optimizer.pt, which it wrote after `save`: a scheduler may have changed the groups in between. So
         # put the newer ones back afterwards.
         groups = [{**group} for group in self._optimizer.param_groups]
-        # Weights that the ranks did not write, or that the user has replaced, are loaded by Trainer. But it loads no
-        # buffers with adapters, and otherwise rank 0's.
+        # Trainer itself loads parameters that the ranks did not write, and those that the user has replaced. But it
+        # does not load each rank's own buffers: it loads no buffers if the model has adapters, and those of rank 0 if
+        # it has none. So buffers are loaded here, unless the user has replaced the weights.
         own = writes_own_weights(self._model)
         replaced = own and _weights_were_replaced(place)
         parts = {"parameters": own and not replaced, "buffers": not replaced}
@@ -335,8 +340,9 @@ def set_aside_incomplete(output_dir: str | os.PathLike) -> None:
     """Rename checkpoints that Trainer did not finish, so that `resume_from_checkpoint=True` does not find them.
 
     The checkpoint of step N gets the name incomplete-checkpoint-N. If any checkpoint is renamed, those that earlier
-    calls renamed are deleted. If an earlier checkpoint of step N was complete, it gets its own name again. Nothing is
-    renamed while another job saves checkpoints to `output_dir`, because it may be writing the incomplete one. Not
+    calls renamed are deleted. Before step N was saved for a second time, the first checkpoint of this step was renamed
+    to earlier-checkpoint-N. It gets the name checkpoint-N again, or is deleted if the second one is complete. Nothing
+    is renamed while another job saves checkpoints to `output_dir`, because it may be writing the incomplete one. Not
     collective: only rank 0 calls this.
     """
     reasons = {folder: _missing(folder) for folder in _by_step(output_dir) if _identity(folder) is not None}
@@ -347,11 +353,16 @@ def set_aside_incomplete(output_dir: str | os.PathLike) -> None:
     root = Path(output_dir).resolve()
     keeper = current_world().kept.get(root)
     held = None
-    if keeper is None or keeper.lock is None:  # opening and closing the file of a lock would release it
+    # If this process has locked the folder already, do not lock it again: closing a second file would end both locks.
+    if keeper is None or keeper.lock is None:
         try:
             held = lock(root)
         except RuntimeError as error:
-            _log.warning("The checkpoints in %s that are incomplete now were not renamed. %s", root, error)
+            _log.warning(
+                "Incomplete checkpoints in %s were not renamed, because another job may be writing them. Do not resume "
+                "from one of them. %s",
+                root, error,
+            )  # fmt: skip
             return
     try:
         _set_aside(output_dir, incomplete, earlier)
@@ -382,7 +393,7 @@ def _set_earlier_aside(folder: Path) -> None:
 
     Symbolic links are not renamed: `save_state` replaces the link, and does not change the checkpoint behind it.
     """
-    _settle_earlier(folder)  # of an earlier save that was not completed
+    _settle_earlier(folder)  # an earlier save of this step may not have been completed
     earlier = folder.with_name(_EARLIER + folder.name)
     if folder.is_dir() and not folder.is_symlink() and not earlier.exists():
         os.rename(folder, earlier)
@@ -402,8 +413,8 @@ def _settle_earlier(folder: Path) -> None:
             os.rename(earlier, folder)
         except OSError as error:
             _log.warning(
-                "the checkpoint %s is now named %s, because another one of the same step was not saved completely. "
-                "Rename it by hand. %s", folder, earlier.name, error,
+                "the checkpoint %s is now named %s, because another one of the same step was not saved completely. It "
+                "could not be renamed back, so rename it by hand. %s", folder, earlier.name, error,
             )  # fmt: skip
     elif _missing(folder) is None:
         remove(earlier, folder)
@@ -459,9 +470,9 @@ def _weights_were_replaced(checkpoint: Path) -> bool:
     replaced = current_world().control.broadcast_object(replaced)
     if replaced and current_world().rank == 0:
         _log.warning(
-            "The checkpoint %s: its weights were replaced after it was saved, by the files that %s lists. Trainer has "
-            "loaded these files, but they cannot be verified, because they have no checksums. If you did not replace "
-            "the weights, resume from another checkpoint",
+            "The weights in the checkpoint %s are not those that were saved: weight files were deleted, and its file "
+            "%s lists others. Trainer has loaded the files that it lists, but they cannot be verified, because they "
+            "have no checksums. If you did not replace the weights, resume from another checkpoint",
             checkpoint, index.name,
         )  # fmt: skip
     return replaced

@@ -70,7 +70,7 @@ def from_pretrained(
             the outputs of attention. "auto": only as much as GPU memory requires, measured in the first step.
         compile: whether to compile the blocks (transformer layers), or the name of a backend of torch.compile.
         blocks: the full names, as in `model.named_modules()`, of the modules that become blocks, in execution order.
-            None takes the items of each outermost nn.ModuleList.
+            None takes the items of the lists of layers (nn.ModuleList), as `auto_wrap` does.
         keep_frozen: which frozen parameters stay unsharded between steps. True: all. False: none. "auto": as many as
             fit on the GPU.
         quantize_frozen: "nf4" or "fp8" freezes all loaded parameters, and quantizes the weight matrices of blocks to 4
@@ -207,11 +207,11 @@ def _synchronous() -> Iterator[None]:
 
 @contextmanager
 def _scattering(world: World) -> Iterator[None]:
-    """Under `with`, keep only this rank's elements of each parameter that transformers reads from a file.
+    """Under `with`, keep no full copy in memory of the parameters that transformers reads from files.
 
-    A hook on the registration of parameters replaces each of these parameters by a SourcedParameter, which has only
-    this rank's elements. The hook recognizes the parameters by the attribute `_is_hf_initialized`, with which
-    transformers marks those that it has read.
+    A hook on the registration of parameters replaces each of these parameters by a SourcedParameter, which refers to
+    the memory-mapped file or has a copy of this rank's elements. The hook recognizes the parameters by the attribute
+    `_is_hf_initialized`, with which transformers marks those that it has read.
     """
     thread = threading.get_ident()
 
@@ -292,7 +292,7 @@ def _tie_equal(model: Any, world: World) -> None:
             del model.all_tied_weights_keys[target]
             _log.warning(
                 "The model ties %s to %s, but their values in the files differ, so they are not tied but trained "
-                "separately.",
+                "separately. If they should be equal, check the files.",
                 target, source,
             )  # fmt: skip
 
@@ -307,9 +307,10 @@ def _report(model: torch.nn.Module, world: World) -> None:
     full = [name for name, p in model.named_parameters() if not isinstance(p, SourcedParameter)]
     mapped = [p for p in scattered if p.mapped]
     _log.info(
-        "rank %d of %d: %d parameters of %s are in memory-mapped files, and each rank reads only its own elements of "
-        "them. Each rank stores 1/%d of each of the %d parameters that transformers has converted (to another dtype, "
-        "or by merging). The %d parameters that are not in the files were initialized, in full on every rank%s",
+        "rank %d of %d: %d parameters of %s stay in memory-mapped files, of which each rank reads only its own "
+        "elements. Each rank has copied 1/%d of the elements of %d other parameters, which transformers has converted "
+        "(to another dtype, or by merging). %d parameters are not in the files, so every rank has initialized them in "
+        "full%s",
         world.rank, world.size, len(mapped), type(model).__name__, world.shard_group.size,
         len(scattered) - len(mapped), len(full),
         f" ({', '.join(full[:5])})" if full else "",

@@ -51,9 +51,9 @@ def follow_shared_rows(model: Any, args: Any) -> None:
     if size == 1 and world.grid is not None:
         raise NotImplementedError(
             "Trainer supports init_distributed(tp_size=) only for models that auto_wrap splits by their own plan. "
-            f"{type(model).__name__} has BMTrain's layers, such as bmt.nn.ColumnParallelLinear, in which each rank may "
-            "have its own rows, so Trainer does not know which rows to count. Train the model in your own loop, or "
-            "call init_distributed without tp_size."
+            f"{type(model).__name__} has BMTrain's layers, such as bmt.nn.ColumnParallelLinear. With these, the ranks "
+            "of a group may have the same rows or different ones, so Trainer cannot know how often to count a row. "
+            "Train the model in your own loop, or call init_distributed without tp_size."
         )
     if size == 1:
         state = AcceleratorState()

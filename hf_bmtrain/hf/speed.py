@@ -26,10 +26,17 @@ _log = logging.getLogger("hf_bmtrain")
 class Speedometer(Observer):
     """Measures the speed of training: samples, tokens and FLOPs of the model's training forwards per second.
 
+    BMTrainCallback creates one when training begins, adds the result of `read` to Trainer's log entries, and calls
+    `pause` and `resume` around evaluations and saves. This object is an observer, so every forward of the model calls
+    it, and forwards in training mode with gradients enabled are counted, until `close`.
+
     The FLOPs are those that training requires, without recomputation. Per token they are 6N for N parameters in matrix
-    products, and 12·L·H·T for the attention over T tokens of L layers whose heads have the width H together (Chowdhery
-    et al., 2022, appendix B). FLOPs are not reported for mixtures of experts and encoder-decoders, for which the
-    formula does not hold.
+    products, and 12·L·H·T for attention, with L layers, T tokens in the sequence, and H, the width of all attention
+    heads of a layer together (Chowdhery et al., 2022, appendix B). FLOPs are not reported for mixtures of experts and
+    encoder-decoders, for which the formula does not hold.
+
+    Args:
+        model: the model that is trained, sharded or not. It is referenced weakly.
     """
 
     position = 30
@@ -130,8 +137,12 @@ class ParameterCount:
 
     Tied parameters count once. Weights that `tp_size` splits over ranks count in full.
 
-    Trainer requests the count in every step, for its total_flos. To save time, `KEPT` of its calls get the same count.
-    The next call counts again if a module or parameter was added, removed or replaced since the last count.
+    Trainer calls this object in every step, for its total_flos. To save time, the result of one of these calls is also
+    the result of the next `KEPT` - 1. Only the call after them checks whether a module or parameter was added, removed
+    or replaced, and then counts again. Calls by other code always check this.
+
+    Args:
+        model: the model. It is referenced weakly.
     """
 
     KEPT = 20
@@ -140,8 +151,9 @@ class ParameterCount:
         self._model = weakref.ref(model)
         self._held: list[Any] = []  # `values()` of the modules' non-empty `_modules` and `_parameters`
         self._empty: list[dict[str, Any]] = []  # the empty `_modules` and `_parameters`
-        # What `_values()` returned at the last search: the modules and parameters in `_held`, then the marker `_END`.
-        # No result of `_values()` equals [None], so the first count searches.
+        # What `_values()` returned in the last call of `_search`: the modules and parameters in `_held`, then the
+        # marker `_END`. If it returns something else, `_count` calls `_search`, which counts again. It never returns
+        # [None], so the first count calls `_search`.
         self._seen: list[Any] = [None]
         # For each parameter: (the parameter, its number of elements, whether only embedding modules contain it).
         self._numels: list[tuple[torch.nn.Parameter, int, bool]] = []
@@ -163,9 +175,10 @@ class ParameterCount:
         return self._answer
 
     def renew(self) -> None:
-        """Forget the cached number of elements, so that Trainer's next call counts the parameters again.
+        """Forget the cached result, so that Trainer's next call checks whether modules or parameters have changed.
 
-        Called when training begins.
+        Called when training begins, because the model may have changed since the last training, for example by adding
+        adapters.
         """
         self._left = 0
 

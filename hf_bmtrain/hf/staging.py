@@ -25,6 +25,9 @@ class StagedWeights:
     model's own method, which is collective.
 
     A model has one StagedWeights, which all its Trainers use: `StagedWeights.of` returns it.
+
+    Args:
+        model: the sharded model.
     """
 
     def __init__(self, model: Any) -> None:
@@ -39,7 +42,11 @@ class StagedWeights:
 
     @staticmethod
     def of(model: Any) -> StagedWeights | None:
-        """Return the StagedWeights whose method now replaces that of `model`, or None if there is none."""
+        """Return the StagedWeights of `model`, or None if there is none.
+
+        It is found by the method that it has set on `model` to replace the model's own: `save_pretrained`, or
+        `state_dict` if the model has no `save_pretrained`.
+        """
         name = "save_pretrained" if hasattr(model, "save_pretrained") else "state_dict"
         found = getattr(vars(model).get(name), "__self__", None)
         return found if isinstance(found, StagedWeights) and found.model is model else None
@@ -76,8 +83,9 @@ class StagedWeights:
     def save_pretrained(self, save_directory: Any, *args: Any, **kwargs: Any) -> Any:
         """Save the weights that `gather` has collected on rank 0. Other ranks do nothing.
 
-        If these weights are out of date, or a `state_dict` is passed, call the model's own `save_pretrained` on every
-        rank. If the current weights were already saved to `save_directory`, do nothing.
+        There are two exceptions. If the current weights were already saved to `save_directory`, no rank does anything.
+        If the collected weights are out of date, or a `state_dict` is passed, the model's own `save_pretrained` runs
+        on every rank that calls this. It is collective, so every rank must then call this.
         """
         if self.written is not None and Path(save_directory).absolute() == self.written:
             return None

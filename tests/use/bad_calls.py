@@ -341,7 +341,7 @@ def states() -> Iterator[Row]:
     yield load("two optimizers", "of 1 optimizers, but this load_state call passes 2", optimizer=[adam(), adam()])
     yield load("a stranger's optimizer", "Pass the module that contains all", optimizer=adam())
     yield load("a scheduler it lacks", "of 0 schedulers, but this load_state call passes 1", scheduler=constant())
-    yield load("a file", r"the path is a file\. Pass", folder=written("a", ""))
+    yield load("a file", r"this path is a file\. Pass", folder=written("a", ""))
     yield load("an empty name", "folder must be a path, got an empty string", folder="")
     yield "load_state", "a damaged one", damaged, "no checkpoint in .* is intact"
     yield "load_state", "swapped", lambda: bmt.load_state(wrapped(), "a"), "folder must be a path"

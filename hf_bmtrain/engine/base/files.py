@@ -58,16 +58,16 @@ def staged_folder(path: Path) -> Iterator[Path]:
 
 
 def flush_name(path: Path) -> bool:
-    """Flush the folder of a complete file or folder to disk, after `path` was renamed into place.
+    """Flush the parent folder of `path` to disk, after a complete file or folder was renamed to `path`.
 
-    If this fails, log a warning instead of raising an error, because `path` is complete and can be read: only a failure
-    of the machine can still undo the renaming.
+    Until this is done, a failure of the machine can undo the renaming. If it fails, log a warning instead of raising
+    an error, because `path` is complete and can be read.
 
     Args:
-        path: the new name.
+        path: the new name of the file or folder.
 
     Returns:
-        Whether the folder was flushed.
+        Whether the parent folder was flushed.
     """
     try:
         flush(path.parent)
@@ -81,7 +81,11 @@ def flush_name(path: Path) -> bool:
 
 
 def delete_abandoned(path: Path) -> None:
-    """Delete the temporary folders beside `path` in which processes were writing `path` when they were killed."""
+    """Delete the temporary folders beside `path` that killed processes have left there.
+
+    A process writes a new `path` in such a folder first, and then renames it. Folders of processes that still run are
+    not deleted.
+    """
     for left in path.parent.glob(f"{glob.escape(path.name)}.*.tmp"):
         if re.fullmatch(r"[0-9a-f]{8}", left.name[len(path.name) + 1 : -len(".tmp")]) and _is_abandoned(left):
             shutil.rmtree(left, ignore_errors=True)

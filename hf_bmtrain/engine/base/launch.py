@@ -288,7 +288,8 @@ def pack(name: str, signature: Sequence[Argument], values: Sequence[Any], device
     if len(values) != len(signature):
         raise TypeError(
             f"the CUDA kernel {name} takes {len(signature)} arguments ({', '.join(a.name for a in signature)}), but "
-            f"the code that launches it passes {len(values)}"
+            f"the code that launches it passes {len(values)}. This is an error of that code in hf_bmtrain, not of your "
+            "program."
         )
     packed = []
     for argument, value in zip(signature, values):  # this runs in every launch, so text is formatted only for errors

@@ -130,9 +130,10 @@ attention."""
 
 
 def detach_in_mode(tensor: torch.Tensor) -> torch.Tensor:
-    """Return `tensor.detach()` with the same version counter as `tensor`, inside a TorchDispatchMode.
+    """Return `tensor.detach()` with the same version counter as `tensor`. For use inside a TorchDispatchMode.
 
-    There, the layer of torch that shares the counter is switched off, and writes to `tensor` would not be noticed.
+    Inside such a mode, torch switches off the layer by which the two share the counter. So the counter of a plain
+    `tensor.detach()` would not show later writes to `tensor`.
     """
     with _C._SetExcludeDispatchKeyGuard(_C.DispatchKey.ADInplaceOrView, False):
         return tensor.detach()

@@ -67,10 +67,10 @@ def _apply(function: type[torch.autograd.Function], *args: Any) -> Any:
 class Containers:
     """The mutable containers (lists, dicts, objects) among a layer's arguments, for one forward of the layer.
 
-    To have a function called at the end of the layer's backward, `leave_backward` replaces tensors in the arguments, in
-    containers in place. The layer reads these replacements in its forward. Afterwards, `restore` puts the original
-    tensors back, so that the caller finds them in its containers. `added` returns the tensors that the layer has put
-    into the containers. They are treated like outputs of the layer.
+    `leave_backward` creates this object. To have a function called at the end of the layer's backward, it has replaced
+    tensors in the layer's arguments by others. A container that has such tensors was modified in place, so it belongs
+    to the caller but contains the replacements. After the forward, `restore` puts the original tensors back. `added`
+    returns the tensors that the layer itself has put into the containers, which are treated like its outputs.
     """
 
     def __init__(self, values: Sequence[Any], inputs: Sequence[torch.Tensor], guarded: Sequence[torch.Tensor]) -> None:
@@ -115,8 +115,9 @@ def enter_backward(
 ) -> tuple[Any, bool]:
     """Make autograd call `before(token)` at the beginning of a layer's backward.
 
-    For this, the tensors in `outputs` that require a gradient are passed through an identity function whose backward
-    makes the call. In lists, dicts and objects, they are replaced in place.
+    A block uses this to all-gather its weights before its backward reads them. The tensors in `outputs` that require a
+    gradient are passed through an identity function whose backward makes the call. In lists, dicts and objects, they
+    are replaced in place.
 
     Args:
         before: the function to call.
@@ -303,7 +304,7 @@ def _find(values: Iterable[Any], found: list[torch.Tensor], opened: list[Any]) -
     """
     for value in values:
         kind = type(value)
-        if kind is torch.Tensor or isinstance(value, torch.Tensor):  # the first is faster
+        if kind is torch.Tensor or isinstance(value, torch.Tensor):  # `is` avoids the slower isinstance
             if value.requires_grad:
                 found.append(value)
         elif kind is tuple:
@@ -320,7 +321,7 @@ def _replace(value: Any, guarded: Iterator[torch.Tensor]) -> Any:
     guarded: the new tensors, in the order in which `_find` finds the old tensors.
     """
     kind = type(value)
-    if kind is torch.Tensor or isinstance(value, torch.Tensor):  # the first is faster
+    if kind is torch.Tensor or isinstance(value, torch.Tensor):  # `is` avoids the slower isinstance
         return next(guarded) if value.requires_grad else value
     if kind is tuple:
         return tuple([_replace(item, guarded) for item in value])

@@ -61,7 +61,8 @@ class CheckpointBlock(ShardedModule):
         world.layer_features.check(use_checkpoint)
         level = world.zero_level if zero_level is None else zero_level
         check_zero_level(level)
-        world.schedule.discard_failed_backward()  # it would keep the memory of a model that is deleted by now
+        # If the last backward has failed, its model may be deleted by now. Free what the schedule still keeps of it.
+        world.schedule.discard_failed_backward()
         facts = {"zero_level": level, "use_checkpoint": use_checkpoint, **tensor_facts(layer)}
         world.check_same_on_all_ranks("CheckpointBlock", facts)
         sharded = shard_places(world, find_places(layer.modules()), world.schedule.blocks)
@@ -89,8 +90,8 @@ class CheckpointBlock(ShardedModule):
         state = self._bmt
         if not state.compiled:
             state.eager_forward = state.own_forward
-        # A graph that contains the forward and its recomputation must not have graph breaks (fullgraph=True): torch's
-        # checkpoint would otherwise run uncompiled.
+        # A graph that contains the forward and its recomputation also contains a call of torch's checkpoint. With graph
+        # breaks, this call would run uncompiled, so forbid them (fullgraph=True).
         recomputed = functools.partial(torch.compile, *args, **{**kwargs, "fullgraph": True})
         if state.own_forward is not None:
             state.graphs = RecomputedGraphs(state.own_forward, None, recomputed)

@@ -260,7 +260,8 @@ class BlockState:
             else:
                 with autocast:
                     outputs = layer_forward(*args, **kwargs)
-        # Without gradients, do not search objects: in generation, every layer gets the key-value cache of all layers.
+        # Views are copied in lists and dicts. Search other objects for views only if gradients are enabled: in
+        # generation, every layer gets the key-value cache of all layers, which takes long to search.
         return copy_views(outputs, (*args, *kwargs.values()), self._holds, objects=torch.is_grad_enabled())
 
     def _holds(self, tensor: torch.Tensor) -> bool:
@@ -398,7 +399,10 @@ class BlockState:
                     )
 
     def abandon_backward(self) -> None:
-        """Reshard the block and drop its gradients. Called after a backward that raised an exception."""
+        """Reshard the block and drop its gradients, because the last backward raised an exception.
+
+        Called when the next forward, or the next call of `auto_wrap`, begins.
+        """
         self.pending, self._entered = 0, False
         self.show_local()
         self.reshard()

@@ -59,9 +59,10 @@ def _nodes(value: Any) -> list[Any] | None:
 def tensors_in(
     values: Iterable[Any], seen: set[int], strange: list[Any], constants: bool = False
 ) -> Iterator[torch.Tensor]:
-    """Yield the tensors in `values`, at any depth, that require a gradient.
+    """Yield the tensors in `values`, at any depth of containers and objects, that require a gradient.
 
-    It finds the tensors among the inputs or outputs of a layer through which its backward passes.
+    If `values` are the inputs or outputs of a layer, these are the tensors that connect the layer's autograd graph to
+    the graphs before or after it.
 
     Args:
         values: the values to search.
@@ -140,12 +141,15 @@ _LEAVES = ATOMS | {torch.Tensor}
 def filled_in(inputs: Iterable[Any], skipped: set[int], objects: bool = False) -> list[Any]:
     """Return the lists and dicts among `inputs`, also those in tuples, into which a forward may have put tensors.
 
+    The caller then searches them with `tensors_in`.
+
     Args:
         inputs: the arguments of the forward.
-        skipped: a set to which the ids of the containers of other objects are added, so that a search for tensors skips
-            such an object also if it is returned.
-        objects: whether to return the other objects too. To search them takes longer: a key-value cache contains the
-            tensors of all layers.
+        skipped: a set to which ids are added, for the caller to pass to `tensors_in` as `seen`. They are the ids of the
+            containers in objects that are not returned. If the outputs of the forward also refer to such an object,
+            `tensors_in` then does not search it.
+        objects: whether to also return other objects that contain lists, dicts or attributes. To search them takes
+            longer: a key-value cache, for example, contains the tensors of all layers.
     """
     found: list[Any] = []
     for value in inputs:
@@ -167,15 +171,18 @@ def filled_in(inputs: Iterable[Any], skipped: set[int], objects: bool = False) -
 def copy_views(
     outputs: Any, inputs: Iterable[Any], is_view: Callable[[torch.Tensor], bool], objects: bool = False
 ) -> Any:
-    """Return `outputs`, in which the views of memory that will be freed are replaced by copies.
+    """Return `outputs` with a copy in place of each tensor that is a view of memory that will be freed.
 
-    In lists, dicts and objects, they are replaced in place. Gradients flow through the copies.
+    Called at the end of a forward, because views of full parameters become invalid when the parameters are resharded.
+    Lists, dicts and objects in `outputs` are modified in place. Gradients flow through the copies.
 
     Args:
         outputs: the return value of a layer or model.
-        inputs: its arguments. The views that it has put into lists and dicts among them are replaced too.
-        is_view: returns whether a tensor is a view of the memory.
-        objects: whether views are also replaced in other objects among the arguments.
+        inputs: the arguments of its forward. Views are also replaced in the lists and dicts among them, into which the
+            forward may have put views.
+        is_view: a function that returns whether a tensor is a view of the memory.
+        objects: whether views are also replaced in arguments that are objects of other classes, such as a key-value
+            cache. To search these takes longer.
     """
     # torch.compile cannot trace the comparison of memory.
     return (_copy_untraced if torch.compiler.is_compiling() else _copy)(outputs, inputs, is_view, objects)

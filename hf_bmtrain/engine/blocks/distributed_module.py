@@ -243,7 +243,8 @@ def distribute(module: torch.nn.Module, schedule: Schedule) -> None:
 
 @functools.cache
 def _distributed_class(cls: Any) -> type[torch.nn.Module]:
-    # `getattr` returns a function for a static method, too, which has no `self` whose parameters it could read.
+    # Static methods are left out, because they have no `self` from which they could read parameters. `getattr` cannot
+    # distinguish them from methods, because it returns a function for both.
     static = inspect.getattr_static
     parts = [name for name in dir(cls) if _PARTS.fullmatch(name) and inspect.isfunction(static(cls, name))]
     # Wrap `generate` only if the model defines it, because it may then read parameters. The `generate` that models

@@ -27,7 +27,9 @@ forward and another in a backward.
 _UNITS = 1 << 30  # an upper bound of the number of blocks and root buffers (of parameters outside blocks)
 _STRIDE = 1 << 20  # an upper bound of the number of buffers in one block
 _SPACE = _UNITS * _STRIDE
-_END = 6 * _SPACE  # requested at the end of a forward or backward; `_add` numbers the collectives below 5 * _SPACE
+# A rank requests this number at the end of its forward or backward. It is larger than the numbers of all collectives,
+# which `_add` chooses below 5 * _SPACE, so it is granted only when all ranks request it.
+_END = 6 * _SPACE
 
 
 class _Requests(NamedTuple):
@@ -70,8 +72,8 @@ class Negotiation:
         self._control, self._reduce = control, reduce
         self._units = 0
         self._requests: dict[int, _Requests] = {}  # by the number of the flat buffer
-        # {number of a collective: the function that is called if only other ranks have requested this collective, and
-        # by which this rank takes part in it}.
+        # {number of a collective: a function with which this rank takes part in the collective}. The function is called
+        # if other ranks have requested the collective and this rank has not.
         self._served: dict[int, Callable[[], None]] = {}
 
     def register(
@@ -185,7 +187,7 @@ class Negotiation:
 
         Root buffers are the flat buffers of parameters outside blocks.
 
-        buffers: the attribute `buffers` of the object that gathers a root buffer. It contains only this buffer.
+        buffers: a sequence of one element, a root buffer.
         """
         return min((found.backward for each in buffers if (found := self._requests.get(each.number))), default=_END)
 

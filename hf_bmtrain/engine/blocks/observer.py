@@ -13,7 +13,7 @@ import torch
 
 from ..sharding.gradient import GradientBuffer
 
-if TYPE_CHECKING:  # at run time, this folder must not import engine/optim
+if TYPE_CHECKING:  # at run time, engine/blocks may not import engine/optim (see the order of imports in README.md)
     from ..optim.manager import OptimManager
 
 

@@ -41,9 +41,9 @@ class Recompute:
         Called before the block's all-gather. If layers issue collectives in their own forwards, which a recomputation
         repeats, the result must be the same on all ranks.
 
-        The result must be the same for all calls of the block inside one call of torch's checkpoint around the block.
-        When that checkpoint recomputes these calls, this method is not called again. The block then uses the result for
-        the last call for all of them.
+        A user may call torch's checkpoint with a function that calls the block, even several times. When this
+        checkpoint recomputes the function, `recomputes` is not called again: the block uses its last result for all of
+        these calls. So the result must be the same for them.
 
         Args:
             args: the positional arguments of the forward.
@@ -57,8 +57,9 @@ class Recompute:
     ) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]] | None:
         """Return two context managers: one around a forward that backward will recompute, one around its recomputation.
 
-        Called before the forward, if torch's checkpoint will recompute it, and not a compiled graph. Returns None if no
-        context managers are needed. A subclass can use them to measure the forward, or to keep some of its tensors.
+        Called before a forward that torch's checkpoint will recompute, but not before one that a compiled graph will
+        recompute (see `kept_in_graph`). Returns None if no context managers are needed. A subclass can use them to
+        measure the forward, or to keep some of its tensors.
 
         Args:
             args: the positional arguments of the forward.
@@ -131,8 +132,8 @@ class Replay(Protocol):
     def restore(self, snapshot: Any) -> AbstractContextManager[Any]:
         """Return a context manager that sets the layer to a saved state. The recomputation runs under it.
 
-        At its end, the layer gets back the state that it had before. The context manager may suppress an exception that
-        torch's checkpoint raises to end the recomputation early.
+        At its end, the layer gets back the state that it had before. torch's checkpoint raises an exception to end a
+        recomputation early. An implementation is allowed to suppress this exception.
 
         snapshot: what the context manager of `record` yielded for the forward that is recomputed.
         """
@@ -170,5 +171,8 @@ class LayerFeatures(Protocol):
         ...
 
     def inputs(self) -> InputStore | None:
-        """Return a store in host memory for the inputs of a model's blocks, or None if the model is on the CPU."""
+        """Return a new store in host memory for the inputs of one model's blocks, or None if the model is on the CPU.
+
+        Called when the user calls the model's `gradient_checkpointing_enable` with the option to offload these inputs.
+        """
         ...

@@ -24,8 +24,8 @@ from .recompute import Keeps, keep_nothing
 class RecomputedGraphs:
     """Compiles the forward of one block together with its recomputation in backward.
 
-    `run` compiles the forward separately for each of its arguments `keeps`, a function that selects the operators whose
-    outputs are kept until backward.
+    `run` takes an argument `keeps`, a function that selects the operators whose outputs are kept until backward. The
+    forward is compiled once for each function that is passed.
 
     Args:
         forward: the function to compile: the `forward` of the layer's class, or one that was set on the instance.
@@ -71,7 +71,11 @@ class RecomputedGraphs:
     def eager(self, *args: Any, **kwargs: Any) -> Any:
         """Run the forward without torch.compile, and return its outputs.
 
-        Called instead of `run` if that has raised NotCompiled.
+        After `run` has raised NotCompiled, the caller uses this for the same forward and its recomputation.
+
+        Args:
+            *args: the positional arguments of the forward.
+            **kwargs: its keyword arguments.
         """
         return self._call(self._forward, args, kwargs)
 
@@ -121,7 +125,7 @@ def _checkpointed(forward: Callable, keeps: Keeps) -> _Source:
 
     def run(*args: Any, **kwargs: Any) -> Any:
         # Do not run eagerly, because the checkpoint below does not restore the layer's state (such as its attributes)
-        # for the recomputation. The caller, which handles NotCompiled, has a checkpoint that does.
+        # for the recomputation. The caller, which handles NotCompiled, has a checkpoint that restores it.
         if not torch.compiler.is_dynamo_compiling():
             raise NotCompiled(
                 "torch.compile is disabled, or runs the blocks eagerly in a context such as a TorchDispatchMode"

@@ -64,9 +64,9 @@ class ForwardPass:
         negotiation: see the attribute.
 
     Attributes:
-        readers: {OnDemandGather: unwatched}. Each OnDemandGather all-gathers one flat buffer of root parameters (those
-            outside blocks) that the forward has read. `unwatched` is True until `end` sets it to whether this buffer
-            must stay unsharded during the whole backward.
+        readers: {OnDemandGather: whether its flat buffer must stay unsharded during the whole backward}. Each
+            OnDemandGather all-gathers one flat buffer of root parameters (those outside blocks) that the forward has
+            read. The values are valid after `end`; before, all are True.
         blocks: the blocks that this forward called and of which an output requires a gradient.
         token: the version counters of the flat buffers of root parameters at the end of the forward. None before it.
         module: a weak reference to the module that was called. None in a rehearsal.
@@ -97,7 +97,10 @@ class ForwardPass:
         return self.token
 
     def watch(self, tensors: Iterable[Any]) -> None:
-        """Let also a backward that begins at one of `tensors`, instead of the outputs, call `before_backward`.
+        """Register hooks on `tensors`, which call `before_backward` when a backward reaches one of them.
+
+        This is for a loss that does not depend on the model's outputs, but on other tensors that the forward computed,
+        such as those that a module stores in an attribute.
 
         tensors: any values. Those that are not tensors, and tensors that were computed before this forward or without
             autograd, are ignored.
@@ -121,9 +124,10 @@ class ForwardPass:
     def holds(self, tensor: torch.Tensor) -> bool:
         """Return whether `tensor` is a view of a root parameter (one outside blocks) that this forward has read.
 
-        Such a view becomes invalid when the full parameter is freed, so the model must not return it. Parameters that
-        were read only inside the context `on_demand.watch` are ignored: they are freed as soon as the forward of the
-        module that reads them ends, unless backward needs them.
+        Such a view becomes invalid when the full parameter is freed, so `DistributedModule` copies it if the model
+        returns it. Parameters that were read only inside the context `on_demand.watch` need not be considered, because
+        the outputs then contain no views of them: if the module that reads a parameter returns a view of it, the
+        parameter counts as read outside the context.
         """
         return any(reader.unwatched and reader.holds(tensor) for reader in self.readers)
 
@@ -217,7 +221,9 @@ class Schedule:
         self._passes: dict[int, list[ForwardPass]] = {}  # the forward passes that each backward has reached
         self._left_unsharded: weakref.ref[BlockState] | None = None  # weak, so that it keeps no model alive
         self._prefetched: weakref.ref[BlockState] | None = None
+        # The gradients whose reductions were started and not yet waited for: one list for each call of `send`.
         self._pending: deque[list[GradientBuffer]] = deque()
+        # The gradients for which it is still unknown whether another rank used parameters that this rank did not use.
         self._undecided: list[GradientBuffer] = []
 
     # -- observers ----------------------------------------------------------------------------------------------
@@ -280,7 +286,8 @@ class Schedule:
     def free_dropped(self) -> None:
         """Free the memory that was allocated outside torch for models that every rank has deleted.
 
-        Collective: every rank must call it.
+        Python frees a deleted model on each rank at another time, but this memory can only be freed by all ranks
+        together. `bmt.synchronize` calls this method. Collective: every rank must call it.
         """
         self.shards.free_dropped()
         if not self.shards.mapped_bytes:
@@ -308,9 +315,10 @@ class Schedule:
 
     @property
     def repeats(self) -> bool:
-        """True in a backward, where forwards are recomputed, and in a rehearsal.
+        """True if a forward that runs now is not a new forward of training, so that observers must ignore it.
 
-        A rehearsal is a forward that only measures something (see `calibration`).
+        This is the case in a backward, where forwards are recomputations, and in a rehearsal: a forward that only
+        measures something (see `calibration`).
         """
         return self._calibrates or self.in_backward
 
@@ -362,13 +370,18 @@ class Schedule:
             self.running.readers[reader] = True
 
     def is_reading(self, reader: OnDemandGather) -> bool:
-        """Return whether a forward pass is running that has read the root parameters that `reader` all-gathers."""
+        """Return whether a forward pass is running that has read the root parameters that `reader` all-gathers.
+
+        If so, the full parameters must not be freed at the end of a backward that runs inside this forward.
+        """
         return self.running is not None and reader in self.running.readers
 
     def watch(self, module: torch.nn.Module, outputs: Any) -> None:
-        """Watch the tensors of the running forward pass that a loss may use although the model does not return them.
+        """Prepare for a backward that begins at a tensor inside the model instead of at the model's outputs.
 
-        These are the attributes of `module`, and its outputs if it has forward hooks, which may keep them.
+        A loss may use tensors that the model does not return: those that `module` stores in attributes and, if it has
+        forward hooks, its outputs, because the hooks may store them. `ForwardPass.watch` is called with these tensors,
+        so that a backward that reaches one of them all-gathers the root parameters (those outside blocks).
 
         module: a module outside blocks, whose forward has ended.
         outputs: its return value.
@@ -418,14 +431,14 @@ class Schedule:
         return None if self.running is None or self.running.negotiation is None else self.running.entry
 
     def open_block(self, block: BlockState | None, prefetched: BlockState | None) -> None:
-        """Reshard the blocks that are not needed when `block` starts: those that were left unsharded or prefetched.
+        """Reshard the block that was prefetched last and the one that was left unsharded, if they are not needed now.
 
-        `block` and `prefetched` themselves are not resharded. This is called before a block is unsharded and, with
-        None twice, at the end of a backward.
+        The former is the argument `prefetched` of the previous call, and the latter that of `leave_unsharded`. They are
+        needed now if they are `block` or `prefetched`. This method is called before a block is unsharded and, with None
+        twice, at the end of a backward.
 
         block: the block whose forward or backward starts now, or None.
-        prefetched: the block that the caller will prefetch, or None. It may stay unsharded until the next call. That
-            call reshards it, unless it is an argument of that call, too.
+        prefetched: the block that the caller will prefetch, or None.
         """
         for reference in (self._left_unsharded, self._prefetched):
             kept = reference() if reference is not None else None
@@ -455,8 +468,9 @@ class Schedule:
 
         member: for example a block, or the OnDemandGather of a root buffer (a flat buffer of parameters outside
             blocks). Adding it again has no effect.
-        forward_pass: the forward pass of which backward has now reached a part, if known. It may be the first part: a
-            loss may depend on an activation inside the model, and not on the outputs.
+        forward_pass: the forward pass in which `member` was used, or None if it is unknown. If this backward has not
+            reached the forward pass before, `before_backward` of the forward pass is called first. (A backward reaches
+            a block before the model's outputs if the loss depends only on an activation inside the model.)
         """
         task = current_graph_task()
         if forward_pass is not None and forward_pass not in self._passes.get(task, ()):
@@ -498,12 +512,19 @@ class Schedule:
         return any(block in each.blocks for each in passes) if passes else None
 
     def in_backward_of(self, module: torch.nn.Module) -> bool:
-        """Return whether a running backward belongs to a forward of `module`, as the outermost module."""
+        """Return whether a running backward belongs to a forward in which `module` was the outermost module.
+
+        `DistributedModule` uses this to refuse a new forward of a model during a backward of the same model.
+        """
         passes = [each for passes in self._passes.values() for each in passes]
         return any(each.module is not None and each.module() is module for each in passes)
 
     def is_member(self, member: BackwardParticipant) -> bool:
-        """Return whether `member` takes part in a running backward. Backwards that are ending are not considered."""
+        """Return whether `member` takes part in a running backward that has not begun to end.
+
+        At the end of one backward, this shows whether an outer backward (around a reentrant checkpoint) still needs the
+        full parameters of `member`.
+        """
         return any(member in members for members in self._members.values())
 
     @torch.no_grad()
@@ -567,7 +588,12 @@ class Schedule:
         self._receive(self.blocks.ahead)
 
     def receive_all(self) -> None:
-        """Wait for all pending reductions of gradients, and set the `.grad` of the local (sharded) parameters."""
+        """Wait for all pending reductions of gradients, and set the `.grad` of the local (sharded) parameters.
+
+        Called in backward, before a gradient is added to a flat buffer whose reduction is pending. Parameters that this
+        rank did not use may get their `.grad` only at the end of the backward. All ranks must call this at the same
+        point, because gradient hooks, which are called here, may be collective.
+        """
         self._receive(ahead=0)
 
     def send(self, gradients: list[GradientBuffer]) -> None:

@@ -181,9 +181,10 @@ def extend_class(base: type, cls: Any, methods: dict[str, Any]) -> Any:
     metaclass = type(cls)
     if _begins_without_dict(cls):
         # Python allows assigning `__class__` only between classes with the same memory layout, and a class takes over
-        # the layout of one of its bases. Usually the layouts of `base` and `cls` are the same. They differ if that of
-        # `cls` begins with a class without `__dict__`. Then `cls` must be the first base. `mro` is overridden, so that
-        # methods are still looked up as with the bases (base, cls).
+        # the layout of one of its bases. Usually `base` and `cls` have the same layout. Here they do not, because the
+        # layout of `cls` begins with that of a class without `__dict__`. To take over the layout of `cls`, the new
+        # class must have `cls` as its first base. `mro` is overridden, so that methods are still looked up as with the
+        # bases (base, cls).
         order = metaclass(cls.__name__, (base, cls), dict(names)).__mro__[1:]
         ordered: Any = type(metaclass.__name__, (metaclass,), {"mro": lambda extended: [extended, *order]})
         return ordered(cls.__name__, (cls, base), {**names, **methods})

@@ -228,9 +228,9 @@ class CollectiveLog:
                 self.refuse()
 
     def refuse(self) -> None:
-        """Raise RuntimeError with the text of `problem`, the reason why this rank must stop, unless that is None.
+        """Raise RuntimeError with the text of `problem` if it is set, so that this rank issues no more operations.
 
-        Unlike `check`, it never waits.
+        `problem` is the reason why this rank must stop. To wait until another thread may have set it, use `check`.
         """
         if self.problem is not None:
             self.told = True

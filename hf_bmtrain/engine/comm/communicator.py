@@ -123,9 +123,11 @@ class Communicator(Protocol):
 
 
 class OpenGroup(Protocol):
-    """A collective function that divides all ranks into groups, and returns the communicator of this rank's group.
+    """The type of a function that divides all ranks into groups, and returns the communicator of this rank's group.
 
-    A group has `size` ranks, `stride` apart: with size 2 and stride 4, for example, ranks 1 and 5 form a group.
+    Collective: every rank must call the function. Its arguments are `size`, the number of ranks in each group, and
+    `stride`, the distance between the ranks of a group. With size 2 and stride 4, for example, ranks 1 and 5 form a
+    group. `World.open_group` is such a function.
     """
 
     def __call__(self, size: int, stride: int = 1, /) -> Communicator: ...
@@ -135,8 +137,9 @@ class Gather(Protocol):
     """A way to allocate shards (each rank's part of a flat tensor), and to all-gather them into the full tensor.
 
     Shards are gathered with collectives (`CollectiveGather`) or with peer copies (`PeerGather`): each rank copies them
-    directly from the memory of the other ranks. The methods that this base class implements are those for collectives,
-    which need no preparation, and for shards in memory of torch's allocator. `PeerGather` overrides them.
+    directly from the memory of the other ranks. Most methods are needed only for peer copies, for example to wait until
+    other ranks have read a shard. In this base class, these methods do nothing or return a constant, which is correct
+    for collectives. `PeerGather` overrides them.
 
     Attributes:
         communicator: the communicator that all-gathers the shards or, with peer copies, synchronizes the copies.
@@ -434,8 +437,8 @@ def wait_for(work: Any, collective_log: CollectiveLog, seconds: float) -> None:
         left = end - time.monotonic()
         if left <= 0:
             raise RuntimeError(
-                f"Not all ranks called this operation within {seconds:.0f} s: another rank ended, hangs or is slow. "
-                "If it is slow, increase the timeout of init_distributed."
+                f"Not all ranks called this collective within {seconds:.0f} s: another rank ended, hangs or is slow. "
+                "If a rank is slow, increase the timeout of init_distributed."
             )
         if comes(work, min(left, _CHECK_SECONDS)):
             return

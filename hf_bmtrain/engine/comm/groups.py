@@ -20,8 +20,9 @@ from .streams import Immediate, Ticket, WorkStream, work_stream
 class ShardGroup:
     """A communicator for tensors that are sharded over the ranks of each host, so that every host stores all shards.
 
-    This is used with `shard_over="host"`. Collectives take place between the ranks of this host. Only a broadcast goes
-    further: from a rank of the first host to all ranks of all hosts.
+    This is used with `shard_over="host"`. Collectives take place between the ranks of this host. Only `broadcast` sends
+    to all ranks of all hosts, from a rank of the first host, so that all hosts get the same values. Gradients are
+    averaged between hosts by ReplicatedReduction.
 
     Args:
         inside: the communicator of the ranks of this host.
@@ -239,8 +240,9 @@ class _ReplicatedReducer:
     def send(
         self, gradients: Sequence[torch.Tensor | None], shard: torch.Tensor, total: torch.Tensor | None
     ) -> PendingReduce:
-        # Do not pass the running sum `total` to the reduction inside the host, because not its result, but the mean
-        # over all hosts must be added to `total`. Do not return its `squares`, which are of the mean over one host.
+        # The running sum `total` is not passed to the reduction inside the host, which would add its own mean, over one
+        # host, to `total`. The mean over all hosts must be added. For the same reason, the result has no `squares`:
+        # those of `pending` are sums of squares of the mean over one host.
         mean = shard if total is None else torch.empty_like(shard)
         pending, owner = self._inside.send(gradients, mean, None), self._owner
         arrived = _then(owner.stream, pending.arrived, lambda: owner.rail.all_reduce_mean(mean))

@@ -60,10 +60,11 @@ class Layout:
                 between ranks only at multiples of `grain` from its own start. This keeps related elements together,
                 such as 64 elements with a common scale, or the rows of a matrix. If `grain` is at least as large as the
                 largest tensor, no tensor is divided.
-            spread: (n, times), for a buffer that is sent with one byte per element, although each element of the first
-                n tensors needs `times` bytes. These n tensors, and padding behind them, get `times` times the space
-                that they would need otherwise, all of it in the first shard. n must be less than the number of
-                tensors. The default reserves nothing.
+            spread: (n, times), for a buffer of which all-gathers send one byte per element, because most tensors are
+                rounded to 8 bits. The first n tensors are not rounded: each of their elements needs `times` bytes. The
+                part of the buffer with these tensors and their padding is therefore enlarged by the factor `times`, and
+                all of it is in the first shard. n must be less than the number of tensors. The default (0, 1) enlarges
+                nothing.
         """
         assert world_size >= 1 and grain >= 1, (world_size, grain)
         offsets, end, room = [], 0, 0
@@ -84,7 +85,8 @@ class Layout:
     def extent(self) -> int:
         """The number of elements of the flat buffer up to the end of the last tensor.
 
-        It does not depend on the number of shards.
+        Unlike `numel`, it does not depend on the number of shards, so it is used for numbers of elements that must be
+        the same for any number of ranks.
         """
         return self.offsets[-1] + self.numels[-1] if self.numels else 0
 
@@ -100,8 +102,8 @@ class Layout:
     def cut_ranges(self, rank: int) -> list[tuple[int, int]]:
         """Return the (start, stop) ranges of elements of `rank`'s shard that belong to tensors split between ranks.
 
-        The rank copies these elements to its full buffer, too, when it all-gathers. A tensor that its shard stores
-        completely needs no copy, because it is read in the shard.
+        In an all-gather, the rank must copy these elements from its shard to its own full buffer, where split tensors
+        are read. A tensor that the shard stores completely needs no copy, because it is read in the shard.
         """
         local_ranges = [(numel, self.range_of(index, rank)) for index, numel in enumerate(self.numels)]
         return [
@@ -114,7 +116,8 @@ class Layout:
     def sizes(self) -> list[int]:
         """The sizes, in elements, of the parts of the flat buffer: gap, tensor, gap, …, tensor, gap.
 
-        A gap is padding, and may be empty.
+        A gap is padding, and may be empty. With these sizes, `torch.split_with_sizes` divides a full buffer into views
+        of the tensors (at odd indices) and of the padding.
         """
         return _alternating([(o, o + n) for o, n in zip(self.offsets, self.numels)], self.numel)
 
@@ -122,6 +125,8 @@ class Layout:
         """Return the sizes of the parts of `rank`'s shard in elements: gap, range, gap, …, range, gap.
 
         There is one range for each tensor: its elements that the shard stores. A gap is padding. Both may be empty.
+        With these sizes, `torch.split_with_sizes` divides a shard into views of the ranges (at odd indices) and of the
+        padding.
         """
         local_ranges = [self.range_of(index, rank) for index in range(len(self.numels))]
         return _alternating(

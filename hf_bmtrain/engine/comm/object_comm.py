@@ -110,6 +110,8 @@ class ObjectComm:
     def smallest(self, number: int, entry: int) -> int:
         """Return the smallest of the numbers that the ranks pass. Collective: every rank must call it.
 
+        Ranks that may enter different blocks agree with it on the next collective that all of them issue.
+
         Args:
             number: this rank's number, a signed integer of 64 bits.
             entry: the number that stands for this operation in the collective log (the list of operations that the

@@ -48,13 +48,13 @@ class _Shared:
 class PeerGather(Gather):
     """All-gathers shards by copying them from the memory of the other ranks. Small shards are gathered by collectives.
 
-    A gather by copies is not collective: between two changes of the weights, ranks may gather different numbers of
-    times. Ranks wait for each other only at changes of the weights:
+    A gather by copies is not collective: between two changes of the weights, ranks may gather different shards, and
+    different numbers of times. Ranks wait for each other only at changes of the weights:
 
-    * The first gather after a change waits until every rank has written its new values. After a change, therefore,
-      every rank must either gather or call `publish`.
-    * After an asynchronous update by an optimizer, which `announce` registers, gathers of a shard wait until every rank
-      has updated it.
+    * The first gather of a changed shard waits until every rank has written its new values, which is collective. So
+      after each change, every rank must gather one of the changed shards or call `publish`.
+    * An asynchronous update by an optimizer is registered with `announce` instead. Later gathers of the updated shard
+      wait until every rank has updated it.
     * Weights that were gathered may be written again after `wait_for_readers`, which waits for the copies of all ranks.
       Every backward ends with this call. If such weights are written without it, the next `gather`, `publish` or
       `announce` raises RuntimeError.
@@ -108,7 +108,7 @@ class PeerGather(Gather):
         self._made = 0
         self._update_stream = work_stream(device)
         self._update_token = torch.zeros_like(self._token)
-        self._update_stream.follow()  # the update stream waits until the current stream has initialized its token
+        self._update_stream.follow()  # wait until the current stream has initialized `_update_token`
         self._meetings = functools.cache(open_meetings)
         self._members = range(self._size) if members is None else members
 

@@ -19,8 +19,8 @@ class PeerMemory(Protocol):
     """Interface of memory that the processes of one host share, for peer copies between them.
 
     `HostMemory` implements it for processes that train on the CPU, and `CudaMemory` for GPUs. A process calls
-    `allocate`, sends the handle to the other processes, which call `map`, and copies with `copy`. To free the memory,
-    all others call `unmap`, and then the process that allocated it calls `free`.
+    `allocate` and sends the handle to the other processes. These call `map`, and then read or write the memory with
+    `copy`. To free the memory, all others call `unmap`, and then the process that allocated it calls `free`.
     """
 
     def allocate(self, numel: int, dtype: torch.dtype) -> tuple[torch.Tensor, Any, Callable[[], object]]:
@@ -94,7 +94,8 @@ class PeerMemory(Protocol):
     def order(self) -> None:
         """Make the current stream wait for all copies that this process has started with `copy` so far.
 
-        Called before the ranks tell each other that their copies have ended, so that the memory may be written.
+        Called before an all-reduce on the current stream. When the all-reduce has ended, the copies of all ranks have
+        ended too, so the ranks may write to memory that others have read.
         """
 
 

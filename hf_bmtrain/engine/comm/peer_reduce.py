@@ -98,9 +98,11 @@ class Mailboxes:
     def before(self, box: Mailbox) -> Mailbox:
         """Return the mailbox that this rank used in the reduction before the one that uses `box`.
 
-        A mailbox is memory into which the other ranks copy gradients. Mailboxes are used in turn.
+        A mailbox is memory into which the other ranks copy gradients. Mailboxes are used in turn. When all ranks have
+        made their copies for one reduction, they have finished reading the mailboxes of the reduction before it, so the
+        mailbox that this method returns may then be filled again.
 
-        box: another mailbox of this rank.
+        box: this rank's mailbox for the later reduction.
         """
         return self.boxes[(box.number - 1) % MAILBOXES]
 
@@ -193,9 +195,10 @@ class PeerReduction(Reduction):
         self.boxes.free()
 
     def carry(self, box: Mailbox, pushed: Sequence[tuple[Any, torch.Tensor]], add: Callable[[], object]) -> Ticket:
-        """Queue a reduction: copy to other ranks' mailboxes, wait until all ranks have done so, and sum the values.
+        """Queue a reduction on two streams: copy gradients to the other ranks' mailboxes, then sum those received here.
 
-        A mailbox is memory into which the other ranks copy gradients.
+        A mailbox is memory into which the other ranks copy gradients. The summation waits until all ranks have made
+        their copies. Collective: every rank must call it.
 
         Args:
             box: this rank's mailbox that `take` returned last.

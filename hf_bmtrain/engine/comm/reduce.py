@@ -68,9 +68,9 @@ class PendingReduce:
     def cancel(self) -> None:
         """Make the current stream wait until the reduction has ended, and discard its result.
 
-        Called instead of `wait`, for example after an exception in a backward. If `added` is not None, the shard and
-        the running sum are unchanged, because only `wait` would have written to them. Otherwise the reduction may have
-        written to them, so their contents are undefined.
+        Called instead of `wait`, for example after an exception in a backward. If the attribute `added` is not None,
+        the shard and the running sum are unchanged, because only `wait` would have written to them. If it is None, the
+        reduction itself may have written to them, so their contents are undefined.
         """
         self.added = None
         self.wait()
@@ -295,8 +295,8 @@ class _CollectiveReducer(CollectingReducer):
         stream = self._owner.stream
         stream.follow()
         stream.run(reduce)
-        # DONE means that the communicator has one rank, and has only queued a copy on this stream. A later mean over
-        # hosts must wait for this copy.
+        # The communicator of a single rank returns the ticket DONE, although its copy is only queued on this stream.
+        # Replace this ticket, so that a later mean over hosts waits for the copy.
         arrived = stream.record_event() if tickets[0] is DONE else tickets[0]
         if self._owner.summed != 1:
             arrived = _Multiplied(arrived, arriving, self._owner.summed)

@@ -70,7 +70,7 @@ def macros(
     if master == torch.int16 and weight != torch.bfloat16:
         raise ValueError(
             f"float32 master weights can be stored as int16 residuals only for bfloat16 weights, but the dtype of the "
-            f"weights is {weight}. Store the masters as float32."
+            f"weights is {weight}. Pass float32 masters."
         )
     return (
         ("COUPLED", "true" if coupled else "false"),
@@ -97,8 +97,8 @@ def variants(arch: int) -> list[Variant]:
     Tests use it to compile every variant. Training compiles only those that it launches.
 
     Args:
-        arch: the GPU's compute capability (90 is 9.0). Not used, because the variants are the same for all GPUs. In
-            other modules with a function of this name, they may depend on it.
+        arch: the GPU's compute capability (90 is 9.0). Not used here, because the variants are the same for all GPUs.
+            Some other modules have a function `variants` whose result depends on it.
     """
     moments = (torch.float32, torch.bfloat16)
     return [

@@ -25,9 +25,9 @@ class Elements:
 
     Attributes:
         grad: (n,), the gradients, only read.
-        master: a Master. Its attributes are the n weights, their float32 masters (copies of full precision that the
-            optimizer updates), and the second moment (None if `exp_avg` is a Moments).
-        exp_avg: the first moment, (n,), or a Moments, which has both moments in 8 bits.
+        master: an object with the n weights, their float32 masters (copies of full precision that the optimizer
+            updates), and the second moment. The second moment is None if both moments are stored in 8 bits.
+        exp_avg: the first moment, (n,); or, if both moments are stored in 8 bits, a Moments object with both.
         index_base: the position of element 0 among all elements of the model. Stochastic rounding computes an element's
             random bits from its position and the number of the step.
     """

@@ -63,8 +63,8 @@ class Moments(NamedTuple):
     def part(self, start: int, stop: int) -> Moments:
         """Return the moments of elements start:stop, as views.
 
-        Because 32 elements share an exponent, `start` must be a multiple of 32. `stop` must be a multiple of 32 too,
-        except at the end of a parameter or of these moments.
+        Because 32 elements share an exponent, `start` must be a multiple of 32. So must `stop`, unless a parameter ends
+        there (the next one begins at a multiple of 32) or these moments end there.
         """
         assert start % BLOCK == 0, start
         blocks = slice(start // BLOCK, -(-stop // BLOCK))
@@ -100,9 +100,10 @@ class Moments(NamedTuple):
         self.exp_avg_sq_exponents.copy_(exponents)
 
     def chunks(self) -> Iterator[tuple[slice, Moments]]:
-        """Yield (slice, moments of the elements in it) for consecutive ranges of elements.
+        """Yield (slice, the moments of its elements, as views) for consecutive ranges of all elements.
 
-        Working on one range at a time limits the memory of temporary tensors.
+        Code that decodes and updates moments works on one range at a time, to limit the memory of temporary tensors. A
+        write to the yielded moments changes those of this object.
         """
         for start in range(0, len(self.exp_avg), _CHUNK):
             stop = min(start + _CHUNK, len(self.exp_avg))
@@ -123,10 +124,10 @@ def encode(magnitudes: Tensor, fraction: int, random: Tensor | None) -> tuple[Te
     n = len(magnitudes)
     padded = torch.nn.functional.pad(magnitudes, (0, -n % BLOCK)).view(-1, BLOCK)
     dropped = 23 - fraction
-    # A code stands for a number below 2, which is multiplied by 2ᴱ. Usually 2ᴱ is the largest power of two that does
-    # not exceed the block's largest magnitude. But E is one larger if this magnitude is close to the next power of two,
-    # that is, above 2ᴱ times the second largest code. Otherwise a magnitude above the largest code would be clamped to
-    # it, and the moment could not grow.
+    # A code stands for a number below 2, which is multiplied by 2ᴱ. Let 2ᴷ be the largest power of two that does not
+    # exceed the block's largest magnitude. E is usually K, but K + 1 if this magnitude is close to 2ᴷ⁺¹, that is, above
+    # 2ᴷ times the number of the second largest code. With K, a moment above the number of the largest code would be
+    # clamped to it in every step, so it could never grow to 2ᴷ⁺¹.
     exponents = (padded.view(torch.int32).amax(1).long() + (2 << dropped) - 1 >> 23).clamp_(max=255).int()
     inverse = ((254 - exponents).clamp_(min=0) << 23).view(torch.float32)
     bits = (padded * inverse[:, None] / _SHIFT).view(torch.int32).view(-1)[:n]
@@ -167,8 +168,7 @@ def variants(arch: int) -> list[Variant]:
     """Return all variants of this module's CUDA source, that is, all combinations of its macros. Tests compile them.
 
     Args:
-        arch: the GPU's compute capability (90 is 9.0). It is not used here, because the variants are the same for all
-            GPUs. Those of some other modules with a function `variants` depend on it.
+        arch: the GPU's compute capability (90 is 9.0). Not used: the variants are the same for all GPUs.
     """
     return [variant(*kind, coupled) for kind in combinations() for coupled in (False, True)]
 

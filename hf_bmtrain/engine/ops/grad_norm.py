@@ -29,8 +29,11 @@ def variant(dtype: torch.dtype) -> Variant:
 def variants(arch: int) -> list[Variant]:
     """Return all variants of this module's CUDA source, that is, all combinations of its macros.
 
+    Tests use it to compile every variant. Training compiles only those that it launches.
+
     Args:
-        arch: the GPU's compute capability (90 is 9.0). Not used: the variants are the same for all GPUs.
+        arch: the GPU's compute capability (90 is 9.0). Not used, because the variants are the same for all GPUs. In
+            other modules with a function of this name, they may depend on it.
     """
     return [variant(dtype) for dtype in C_NAMES]
 

@@ -64,8 +64,9 @@ def peer_mean(rows: Tensor, mine: Tensor, own: int, out: Tensor, total: Tensor |
         expect("total", total, (torch.promote_types(mine.dtype, torch.float32),), (n,), device)
     if rows.dtype != mine.dtype or (n > 1 and rows.stride(1) != 1) or not 0 <= own <= others:
         raise ValueError(
-            f"peer_mean: rows must have the dtype of mine, {mine.dtype}, and each row must be contiguous, and own must "
-            f"be from 0 to {others}, but rows is {rows.dtype} with strides {rows.stride()}, and own is {own}"
+            f"peer_mean: rows must have the dtype of mine, {mine.dtype}; each row must be contiguous (stride 1 in the "
+            f"last dimension); and own, this rank's number, must be from 0 to {others}. Got rows of {rows.dtype} with "
+            f"strides {rows.stride()}, and own={own}."
         )
     if n == 0 or rows.is_meta:
         return torch.zeros(0, dtype=torch.float64, device=device)

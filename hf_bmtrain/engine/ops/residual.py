@@ -53,7 +53,10 @@ class Master:
         return self.stored is not None and self.stored.dtype == torch.int16
 
     def part(self, part: slice, device: torch.device) -> Master:
-        """Return a Master of the elements in the slice `part`. Tensors that are not on `device` are copied there."""
+        """Return a Master of the elements in the slice `part`, with all tensors on `device`. Only read from it.
+
+        Tensors that are on `device` already are views. The others are copies, so a write to them would be lost.
+        """
         stored = None if self.stored is None else self.stored[part].to(device)
         exp_avg_sq = None if self.exp_avg_sq is None else self.exp_avg_sq[part].to(device)
         return Master(self.weight[part].to(device), stored, exp_avg_sq)
@@ -76,9 +79,12 @@ class Master:
         return join(self.weight.to(self.stored.device), self.stored, self.exp_avg_sq, device)
 
     def write(self, master: torch.Tensor) -> None:
-        """Store new masters. If masters are stored as residuals, also set the weights to the rounded masters.
+        """Store new masters.
 
-        A residual is the difference between a master and its weight. The rounding is to nearest even.
+        * If masters are stored as residuals, which are the differences between masters and weights, the weights are set
+          to the masters rounded to nearest even.
+        * If they are stored in float32, half-precision weights do not change until the optimizer's next step.
+        * Float32 weights are their own masters, so they are set.
 
         Args:
             master: float32 with n elements, of any shape and on any device.
@@ -102,11 +108,14 @@ class Master:
     def follow_weight(self) -> None:
         """Update float32 masters after something other than the optimizer has written the weights.
 
-        A master that still rounds to its weight does not change. For the others:
+        Optimizers call this before they use or return masters that may be out of date. A master that still rounds to
+        its weight does not change. For the others:
 
-        * The master of a bfloat16 weight moves with the weight, at the same distance. If the result would not round to
-          the new weight, the master becomes equal to the weight.
-        * The master of a float16 weight becomes equal to the weight.
+        * The master of a bfloat16 weight moves with the weight, so that the difference between their bits, read as
+          integers, remains the same. If the result would not round to the new weight, the master becomes equal to the
+          weight.
+        * The master of a float16 weight becomes equal to the weight, because the bits of float16 and float32 numbers
+          cannot be compared in this way.
 
         Masters that are stored as residuals need no update, because a residual is the distance from the weight.
         """

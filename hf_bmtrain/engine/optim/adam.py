@@ -71,8 +71,9 @@ class AdamOptimizer(torch.optim.Optimizer):
             g instead, as torch.optim.Adam does, for weights of every dtype. (BMTrain does this only for float32
             weights.) Parameter groups may have different values.
         exp_avg_dtype: the dtype of m, torch.float32 or torch.bfloat16. bfloat16 values are rounded stochastically. The
-            random bits depend on the element and the step, but not on the number of ranks. If a
-            feature changes how parameters are stored, one rank may get other random bits than several.
+            random bits depend on the element and the step, but not on the number of ranks. An exception are options
+            with which a single rank stores parameters in another order than several ranks, such as float8=True: the
+            random bits then differ between one and several ranks.
         state_bits: 32, or 8 to store m and v in 8 bits, rounded stochastically, with an exponent for every 32 elements.
             With 8, residuals may be off by their last bit, and the state takes 2.06 bytes per element of a float32
             weight, 4.06 of a bfloat16 weight on CUDA, and 6.06 of other half-precision weights. Checkpoints have
@@ -326,7 +327,9 @@ class AdamOptimizer(torch.optim.Optimizer):
                     views = state.views(parameter)
                     adopt(parameter, views, self.state.get(parameter, {}), parameter in self._loaded)
                     if run.buffer is None and "master" in views and parameter in self._loaded:
-                        run.weights.copy_(views["master"])  # the step compares the two, and loaded masters count
+                        # The next step would change masters that do not round to the weights. Loaded masters must
+                        # prevail, so set the weights to the rounded masters.
+                        run.weights.copy_(views["master"])
                     self._loaded.discard(parameter)
                     self.state[parameter] = views
                 state.version, state.uncounted = run.weights._version, run.buffer is None
@@ -394,13 +397,15 @@ class AdamOptimizer(torch.optim.Optimizer):
         """Return the state in the form of torch's AdamW, with a float32 "master" for half-precision weights.
 
         Args:
-            gather: False returns this rank's state, not collective. The tensors are the optimizer's own, which the next
-                step changes. Only masters and second moments of bfloat16 weights on CUDA, and 8-bit moments, are new
-                float32 tensors in host memory. If the job has an Accelerator, the result is the full state on every
-                rank instead, in host memory, and the call is collective.
-                True returns the full state on rank 0, copied to host memory, and no tensors on other ranks.
-                Collective: every rank must call it. To load this state, with any number of ranks, every rank passes
-                rank 0's result to `load_state_dict`.
+            gather: which state to return, False or True.
+                False: this rank's state. The call is not collective. The tensors are the optimizer's own, which the
+                next step changes. Only masters and second moments of bfloat16 weights on CUDA, and 8-bit moments, are
+                new float32 tensors in host memory.
+                False, in a program that uses an `accelerate.Accelerator`: the full state, in host memory on every rank.
+                Collective: every rank must call it.
+                True: the full state, copied to host memory on rank 0, and no tensors on other ranks. Collective: every
+                rank must call it. To load this state, with any number of ranks, every rank passes rank 0's result to
+                `load_state_dict`.
 
         Returns:
             {"state": {number of a parameter: {"step", "exp_avg", "exp_avg_sq" and, if any, "master"}}, "param_groups":
@@ -435,7 +440,7 @@ class AdamOptimizer(torch.optim.Optimizer):
         """
         self._finish()
         if self._active:
-            self._arrange(self._active)  # with the present memory of unsharded parameters
+            self._arrange(self._active)  # in case the memory of an unsharded parameter was replaced since the last step
         for state in self._states:
             if state.is_stale or state.run.buffer is None:
                 state.master.follow_weight()
@@ -468,22 +473,27 @@ class AdamOptimizer(torch.optim.Optimizer):
         """Load this rank's state like `load_state_dict`, but without copying float32 tensors that are in host memory.
 
         `bmt.load_state` calls this with tensors that it has just read. The optimizer uses them until its next step, so
-        the caller must not write to them. Masters that do not round to the weights at the next step follow the weights,
-        unlike after `load_state_dict`. Every rank must call it, because the next `step` compares what the ranks have
+        the caller must not write to them. Every rank must call it, because the next `step` compares what the ranks have
         loaded.
+
+        The weights may be loaded before or after this call, and prevail over the loaded masters: the next step first
+        sets masters that do not round to their weights to values that do. (After `load_state_dict`, the masters
+        prevail.)
 
         Args:
             state_dict: {"state": {number of a parameter: {name: value}}, "param_groups": as in torch}.
         """
         self._load(state_dict, copied=False)
-        self._loaded.clear()  # the weights are loaded by now, or are to stay as they are: masters follow them
+        # In the next step, the loaded masters of parameters in `_loaded` would prevail over the weights. Here the
+        # weights must prevail: they are loaded separately, or are to stay as they are.
+        self._loaded.clear()
 
     def allocate_state(self, state_dict: dict) -> dict[torch.Tensor, dict[str, torch.Tensor]]:
         """Load step counts and parameter groups, and allocate the other state tensors.
 
         `bmt.load_state` calls this and then reads the checkpoint into the returned tensors, so that loading needs no
-        second copy of the state. It replaces the optimizer's earlier state. Every rank must call it, because the next
-        `step` compares what the ranks have loaded.
+        second copy of the state. The call discards the optimizer's earlier state. Every rank must call it, because the
+        next `step` compares what the ranks have loaded.
 
         Args:
             state_dict: {"state": {number of a parameter: {"step": count}}, "param_groups": as in torch}.
@@ -492,13 +502,15 @@ class AdamOptimizer(torch.optim.Optimizer):
             {parameter: {name: tensor}} for the parameters that have a step count: the optimizer's own tensors, to be
             filled in place. Apart from "step" they are (n,) for n elements on this rank, in the form in which the
             optimizer stores them: "exp_avg", "exp_avg_sq" and, for half-precision weights, "master", or "residual" (the
-            16-bit differences between masters and weights) for bfloat16 weights on CUDA. With `state_bits=8`, the
-            tensors of the 8-bit moments have other names, and scales of fewer elements.
+            16-bit differences between masters and weights) for bfloat16 weights on CUDA. With `state_bits=8`, there are
+            no "exp_avg" and "exp_avg_sq". In their place are the tensors in which both moments are stored in 8 bits,
+            under names that begin with "8bit". Some of them have fewer than n elements.
         """
         self._load(state_dict, copied=True)
         self._arrange([[p for p in group["params"] if p in self._loaded] for group in self.param_groups])
         for state in self._states:
-            # The caller may fill the masters or not, and write weights or not, so compare them before they are used.
+            # -1 makes the next step compare masters and weights, because it is not known whether the caller writes to
+            # the masters, the weights, both or neither.
             state.version = -1
         return dict(self.state)
 

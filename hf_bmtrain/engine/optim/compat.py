@@ -370,7 +370,9 @@ def _train(optimizer: Any, group: dict, parameter: torch.nn.Parameter, gradients
     anything = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in accepted.values())
     given = {name: value for name, value in optimizer.defaults.items() if anything or name in accepted}
     twin: Any = type(optimizer)([options], **given)
-    twin.checked = current_world().buffers.made, [[parameter]], []  # mark as checked, so that its steps skip the check
+    # Set the values that `_before_step` stores after a check: the number of flat buffers, the parameters of each group,
+    # and the objects that record options for the comparison of ranks (none). So the steps of `twin` are not checked.
+    twin.checked = current_world().buffers.made, [[parameter]], []
     if callable(train := getattr(twin, "train", None)):  # schedule-free optimizers require this call before a step
         train()
     closure = inspect.signature(type(optimizer).step).parameters.get("closure")

@@ -52,7 +52,7 @@ class OptimManager:
             gives the mean.
         max_skipped_steps: the number of skipped steps in a row after which `step` or, on a GPU, the call that ends the
             step (usually the next `backward`) raises RuntimeError. With a loss scale, a skipped step counts only if the
-            skip before it has left the scale at its minimum. None for no limit.
+            step before it was skipped too and left the scale at its minimum. None for no limit.
 
     Raises:
         TypeError, ValueError: an argument has the wrong type or is out of range.
@@ -246,14 +246,15 @@ class OptimManager:
         skipped, the ranks exchange messages to find which gradient was inf or nan.
 
         The loss is also multiplied by (number of ranks) / `grad_scale`, with the argument `grad_scale` of OptimManager.
-        Backward averages gradients over the ranks, so this factor makes the mean the sum divided by `grad_scale`.
-        `step` divides the gradients by the loss scale, but not by this factor.
+        Backward averages the gradients over the ranks. With this factor, the mean equals the sum of the ranks'
+        gradients divided by `grad_scale`. `step` divides the gradients by the loss scale, but not by this factor.
 
         Args:
             loss: this rank's loss.
 
         Returns:
-            A float32 tensor of the shape of `loss`; or `loss` itself, if it need not be multiplied.
+            A float32 tensor of the shape of `loss`; or `loss` itself, if there is no loss scale and the other factor
+            is 1.
 
         Raises:
             TypeError: `loss` is not a tensor.
@@ -265,7 +266,7 @@ class OptimManager:
         if not isinstance(loss, torch.Tensor):
             expect_tensor("loss", loss)
         self._end_last_step()
-        if self._clips:  # gradients were clipped, and this backward adds to them before they are used
+        if self._clips:  # `clip_grad_norm` left these factors to `step`: apply them before backward adds new gradients
             with torch.no_grad():
                 for optimizer in list(self._clips):
                     self._clip_now(optimizer)
@@ -282,9 +283,10 @@ class OptimManager:
 
         Collective: every rank must call it. As with torch.nn.utils.clip_grad_norm_, gradients are multiplied by
         max_norm / (norm + eps) if this factor is below 1. The norm is that of the full gradients, without the loss
-        scale. If `param_groups` contains all parameters of an added optimizer that have a gradient, `.grad` does not
-        change, and `step` applies the factor in the update. If `backward` or `scale_loss` is called before `step`, it
-        multiplies these gradients first. Other gradients are multiplied in place by this call.
+        scale. If `param_groups` contains all parameters of an added optimizer that have a gradient, this call does not
+        change their `.grad`, and `step` applies the factor in the update. (If `backward` or `scale_loss` is called
+        between this call and `step`, that call multiplies these `.grad` by the factor before gradients are added.)
+        Other gradients are multiplied in place by this call.
 
         Args:
             param_groups: `optimizer.param_groups`, or a list of dicts with "params".
@@ -559,9 +561,9 @@ class OptimManager:
         theirs, mine = ([scheduler is not None for scheduler in each] for each in (schedulers, self.schedulers))
         if theirs != mine:
             raise ValueError(
-                f"the saved state is of {len(theirs)} optimizers (with a scheduler: {theirs}), but this manager has "
-                f"{len(mine)} optimizers (with a scheduler: {mine}). Before loading, call add_optimizer for the same "
-                "optimizers and schedulers, in the same order."
+                f"the saved state is of {len(theirs)} optimizers (whether each has a scheduler: {theirs}), but this "
+                f"manager has {len(mine)} optimizers (whether each has a scheduler: {mine}). Before loading, call "
+                "add_optimizer for the same optimizers and schedulers, in the same order."
             )
         scale = None if self._scale is None else self.loss_scale
         if (state["loss_scale"] is None) != (scale is None):
@@ -754,10 +756,11 @@ class HostFlag:
 def global_norm(parameters: list, order: float, communicator: Communicator, device: torch.device) -> torch.Tensor:
     """Return the norm of the parameters' `.grad` over all ranks, a scalar on `device`.
 
-    Collective: every rank must call it. The result is inf or NaN if an element is. The 2-norm is computed in float64,
-    either in one pass over each list of adjacent gradients, or from the sums of squares that the reduction of the
-    gradients has computed. Torch computes other norms in float32. There is only one all-reduce, of at most two numbers.
-    Parameters that are not sharded, which all ranks have, count once.
+    Collective: every rank must call it. The result is inf or NaN if an element is. The 2-norm is computed in float64.
+    Where the reduction of the gradients over the ranks has already computed their sums of squares, these are used.
+    Otherwise, the gradients are read once; those that are adjacent in memory are read as one tensor. Other norms are
+    computed in float32. There is only one all-reduce, of at most two numbers. Parameters that are not sharded, which
+    all ranks have, count once.
 
     Args:
         parameters: the parameters, all with a `.grad`.

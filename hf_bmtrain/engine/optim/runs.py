@@ -254,7 +254,8 @@ class RunState:
         step: (), float32, the number of steps taken.
         index_base: the number of the run's first element, if all elements of the optimizer are numbered as by
             `index_bases`. Stochastic rounding derives its random bits from these numbers. They do not depend on the
-            number of ranks, except for parameters that are laid out differently with one rank.
+            number of ranks, unless flat buffers contain other parameters with one rank than with several, for example
+            because weights are all-gathered in float8.
         version: torch's version counter of the weights when the masters last agreed with them; -1 if the masters were
             loaded and have not been compared with the weights yet.
         uncounted: True if the weights may be written without a change of their version, as by `.data.fill_()` of an
@@ -271,10 +272,11 @@ class RunState:
 
     @property
     def is_stale(self) -> bool:
-        """True if the float32 masters may be out of date: other code has written the weights, or loaded the masters.
+        """True if the float32 masters may disagree with the weights. Then call `master.follow_weight()` before a use.
 
-        Masters are the copies of full precision that the optimizer updates. If they are stored as differences from the
-        weights (residuals), they cannot be out of date.
+        Masters are the copies of full precision that the optimizer updates. They may disagree if other code has written
+        the weights, or has filled the masters from a checkpoint, since the two were last compared. Masters that are
+        stored as differences from the weights (residuals) always agree.
         """
         apart = self.master.stored is not None and not self.master.is_residual
         return apart and (self.uncounted or self.version != self.run.weights._version)
@@ -282,7 +284,7 @@ class RunState:
     def views(self, parameter: torch.nn.Parameter) -> ParameterState:
         """Return the state of one parameter, as views of the run's flat state tensors.
 
-        The result is {name of the state tensor in torch's AdamW: view}.
+        The result is {name: view}, with the names of `ParameterState`. Writes to the views change this state.
         """
         begin = self.run.begin(parameter)
         part, stored = slice(begin, begin + stored_numel(parameter)), self.master.stored
@@ -351,12 +353,14 @@ def adopt(parameter: torch.Tensor, views: ParameterState, earlier: ParameterStat
     """Copy a parameter's optimizer state into newly allocated state tensors, and convert it to the form that they have.
 
     AdamOptimizer calls this when it has allocated the state of a new Run (parameters that one kernel launch updates):
-    in its first step, after loading a state, or if other parameters have gradients than in the last step. `earlier` may
-    have float32 moments and masters (the copies of the weights that the optimizer updates), whereas `views` may store
-    the moments in 8 bits, or the masters as their 16-bit differences from the weights.
+    in its first step, after a state was loaded, and whenever the set of parameters that have gradients has changed
+    since the last step. `earlier` may have float32 moments and masters (the copies of the weights that the optimizer
+    updates), whereas `views` may store the moments in 8 bits, or the masters as residuals (their 16-bit differences
+    from the weights).
 
     Args:
-        parameter: the parameter. If `earlier` contains a master, the parameter is set to the rounded master.
+        parameter: the parameter. It is set to the rounded master if masters are converted to residuals. Otherwise it
+            does not change.
         views: the tensors to fill, which are views of flat state tensors that several parameters share.
         earlier: the state to copy. It is empty if the parameter had no state; `views` are not changed then.
         loaded: whether `earlier` comes from a state dict. If not, and other code has written the weights since the last

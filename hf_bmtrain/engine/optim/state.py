@@ -181,7 +181,10 @@ class FullState:
 
     @contextmanager
     def local(self) -> Iterator[None]:
-        """Inside the context, make `optimizer.state_dict()` return this rank's elements, without communication."""
+        """Return a context in which `optimizer.state_dict()` returns this rank's elements, without communication.
+
+        `save_state` uses it, because it gathers full tensors itself if they are needed.
+        """
         self._local = True
         try:
             yield
@@ -189,9 +192,10 @@ class FullState:
             self._local = False
 
     def shard_loaded(self, optimizer: torch.optim.Optimizer) -> None:
-        """Replace full tensors in the optimizer's loaded state by this rank's elements.
+        """Replace full tensors in the optimizer's loaded state by this rank's elements. Not collective.
 
-        Called before the first step after a state was loaded.
+        Tensors that already have only this rank's elements become sharded tensors (`ShardTensor`), and other values,
+        such as step counts, do not change. Called before the first step after a state was loaded.
         """
         self._sharded = optimizer.state
         for parameter, state in optimizer.state.items():
@@ -220,9 +224,9 @@ class FullState:
 def full_facts(entries: Iterable[tuple[Any, str, Any]]) -> dict[str, str]:
     """Return a hash of each full tensor in a loaded state, as {description of the tensor: hash}.
 
-    The ranks compare these hashes to check that they loaded the same state. Parameters all of whose elements are on a
-    single rank are left out. On that rank, the local tensor is as large as the full tensor, so it is unknown which of
-    the two was loaded.
+    The ranks compare these hashes to check that they loaded the same state. Tensors with only this rank's elements have
+    no hash, because they differ between ranks. Nor does a parameter of which one rank stores all elements: there, the
+    local and the full tensor have the same size, so it is unknown which of the two was loaded.
 
     entries: (parameter, name, value) of all state tensors.
     """
@@ -353,9 +357,9 @@ def divide_state(parameters: dict[Any, Any], state: States, world: World) -> tup
         RuntimeError: the ranks have state for different parameters.
     """
     # `mine` has an entry for each state value of each sharded parameter: {(name, key): (whether the value has the local
-    # parameter's shape, the number of local elements of the parameter, a copy of the value)}. The copy is needed only
-    # if the value turns out not to be sharded. It is None if the value has the local parameter's shape, unless this is
-    # one element, which may also be a step count.
+    # parameter's shape, the number of local elements of the parameter, a copy of the value)}. The copy is used only for
+    # values that are not sharded, such as step counts. So it is None if the value has the local parameter's shape. The
+    # exception is a shape of one element, which a step count may have, too.
     mine: dict[tuple[str, Any], tuple[bool, int, Any]] = {}
     others: States = {key: {} for key in state}
     for key, values in state.items():

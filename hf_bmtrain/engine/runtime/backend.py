@@ -113,9 +113,10 @@ class _Division(NamedTuple):
 
 
 def check_addresses(gather: str, shard_over: str, init_method: str) -> None:
-    """Raise ValueError unless the arguments of `init_distributed` that say how ranks connect are valid together.
+    """Raise ValueError unless these arguments of `init_distributed` are valid, each by itself and together.
 
-    `init_distributed` calls this before it connects to other ranks.
+    `init_distributed` calls this before it connects to other ranks. Only afterwards, `open_backend` checks whether
+    `gather` and `shard_over` are possible on the hosts of the ranks.
 
     Args:
         gather: how shards are all-gathered; must be one of GATHERS.
@@ -403,7 +404,8 @@ def _choose_ranks(
     inside, between = (min(values) for values in zip(*exchange(mine)))
     # Prefer "host+world" to "host". Both send the same amount of data between hosts. "host+world" needs little more
     # memory than "world". "host" may be faster, but all optimizer states must fit on one host. Whether they do is
-    # unknown here, because there is no model yet.
+    # unknown here, because there is no model yet. With gather="collective", "host+world" is not possible: it
+    # all-gathers first between hosts and then inside each host.
     kept = "host" if gather == "collective" else "host+world"
     chosen = kept if between < SLOW_LINK * inside else "world"
     faster = ""

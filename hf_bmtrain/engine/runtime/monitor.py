@@ -66,7 +66,11 @@ class Monitor:
         """Watch the collectives of a new communicator. All ranks must add their communicators in the same order."""
 
     def excerpts(self) -> list[Excerpt]:
-        """Return the last collectives of this rank in each communicator. Other ranks pass them to `compare`."""
+        """Return the last collectives that this rank has issued in each communicator.
+
+        They serve to find a rank that has issued other collectives: the ranks exchange the results, for example in
+        `World.barrier`, and each rank passes those of the others to `compare`.
+        """
         return []
 
     def compare(self, rank: int, theirs: Sequence[Excerpt]) -> str | None:

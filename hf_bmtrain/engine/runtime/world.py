@@ -40,7 +40,8 @@ class BufferCount:
 class SavedState(NamedTuple):
     """Two functions by which a feature saves an object of its own in checkpoints and loads it again.
 
-    `init_distributed` registers it in `World.saved_states`. Both functions are collective: every rank must call them.
+    For each feature that needs this, `init_distributed` adds a SavedState to `World.saved_states`. Both functions are
+    collective: every rank must call them.
 
     Attributes:
         save: called when a checkpoint is saved, with the world and the model. Returns the object to store.
@@ -87,8 +88,8 @@ class World:
         shards: the object that allocates and all-gathers shards.
         shard_group: the communicator of the ranks that store different shards, for sums over all shards, such as
             gradient norms. These are all ranks, or those of one host if every host stores all shards. A rank's number
-            in it is the number of the rank's shard, which may differ from `rank`. Its broadcasts reach all ranks of the
-            world.
+            in it is the number of the rank's shard, which may differ from `rank`. A broadcast is an exception: it
+            reaches all ranks of the world even if the other collectives stay inside a host.
         control: exchanges Python objects between the ranks.
         monitor: finds out what is wrong on other ranks, for example that they issue different operations.
         inside: counts the nested forwards of layers and models that are running.
@@ -148,8 +149,9 @@ class World:
     def accelerator(self) -> Any:
         """Accelerate's AcceleratorState, or None if no Accelerator exists in this process.
 
-        The program, or a library such as Trainer, may create an Accelerator at any time. Accelerate is not imported
-        here: if the program has imported it, its state is found in `sys.modules`.
+        It contains the Accelerator's settings, such as mixed precision and the device mesh. The program, or a library
+        such as Trainer, may create an Accelerator at any time. Accelerate is not imported here: if the program has
+        imported it, its state is found in `sys.modules`.
         """
         module = sys.modules.get("accelerate.state")
         return None if module is None or not module.AcceleratorState._shared_state else module.AcceleratorState()
@@ -316,10 +318,11 @@ def synchronize() -> None:
     Collective: every rank must call it. Training does not need it. Call it, for example, before you read the clock, or
     before a rank reads a file that another rank has written.
 
-    It also frees shards that were allocated outside torch, of models that every rank has deleted.
+    If all ranks have deleted a model whose shards were allocated outside torch's allocator, this function also frees
+    the memory of these shards.
 
     Raises:
-        RuntimeError: a rank did not call this in time, or the ranks have issued different operations before. The
+        RuntimeError: a rank did not call this in time, or has issued other operations than this rank before. The
             message names that rank.
     """
     world = current_world()

@@ -118,9 +118,10 @@ class ShardedBuffer:
         Args:
             source: (n,) this rank's tensor to send, such as the shard, or a copy of it in another dtype.
             target: the memory for the result, n elements of each rank; None if nothing needs to be gathered.
-            cut: the (start, stop) ranges of `source` whose elements this rank reads in `target`. All-gathers copy at
-                least these ranges to this rank's own part of `target`. None chooses the ranges of the parameters that
-                are divided between ranks. (A parameter that this rank stores in full is read in the shard.)
+            cut: the (start, stop) ranges of `source` that an all-gather must also copy to this rank's own part of
+                `target`, because this rank reads them there. All-gathers may leave out other ranges of `source`. None
+                chooses the ranges that belong to parameters that are divided between ranks. (If this rank stores a
+                parameter in full, it reads it in the shard.)
         """
         self._source, self._target = source, target
         self._cut = self.layout.cut_ranges(self.rank) if cut is None else cut
@@ -149,7 +150,10 @@ class ShardedBuffer:
 
     @property
     def slices(self) -> list[Any]:
-        """The local parameters, in order. Those that were freed together with their module are left out."""
+        """The local parameters: this rank's slice (its elements) of each parameter, in the order of the buffer.
+
+        Local parameters that were freed together with their module are left out.
+        """
         return [local for reference in self.gradient.slices if (local := reference()) is not None]
 
     # -- all-gather, use, reshard -------------------------------------------------------------------------------
@@ -323,8 +327,10 @@ class ShardedBuffer:
         quantized). A cast is undone before the error is raised.
 
         Args:
-            copies: further full Parameters to which a forward has written in place, as the caller has found. They share
-                memory with `full_params`, the Parameters that this method checks itself.
+            copies: further Parameters, to which a forward has written in place, so that this method raises. Outside
+                blocks, each module that reads a parameter has its own Parameter. It shares memory with the one in
+                `full_params`, which this method checks itself, but has its own version counter, which the caller has
+                checked.
         """
         dtype, written = self.shard.dtype, [*copies]
         for full in self.full_params:

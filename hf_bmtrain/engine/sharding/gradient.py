@@ -84,8 +84,8 @@ class GradientBuffer:
         self._local_ranges = [placement.range for placement in placements]
         self.requires_grad = [full.requires_grad for full in full_params]
         self.trained = [False] * len(full_params)
-        self._full_params_require_grad = list(self.requires_grad)
-        self._noted_require_grad = list(self.requires_grad)
+        self._full_params_require_grad = list(self.requires_grad)  # the present `requires_grad` of the full parameters
+        self._noted_require_grad = list(self.requires_grad)  # the last one that was noted in the collective log
         self._begun = False  # True while the shard is being written: from a backward's first gradient to `receive`
         self._pending: PendingReduce | None = None  # None except from `send` to `receive`
         self._collected: set[int] = set()
@@ -95,7 +95,7 @@ class GradientBuffer:
         self._squares: torch.Tensor | None = None
         self._norms: _Norms | None = None
         self.shard: torch.Tensor | None = None
-        self._total: torch.Tensor | None = None  # the sum of gradient accumulation, in float32 or wider
+        self._total: torch.Tensor | None = None  # the running sum of several backwards, float32 or wider, or None
         self._handed: list[torch.Tensor | None] = [None] * len(full_params)
         sizes = placements[0].layout.shard_sizes(self._communicator.rank)
         # `sizes` alternates between padding (at even positions) and parameters. Leave out empty padding, but keep empty
@@ -181,7 +181,10 @@ class GradientBuffer:
     def collect(self, index: int, gradient: torch.Tensor) -> None:
         """Store a gradient of a full parameter, to be averaged over the ranks by the next `send`.
 
-        Several gradients of one parameter are added up. Gradients of a frozen parameter are dropped.
+        Called in backward for gradients that are not in the `.grad` of the full parameters. This concerns parameters
+        outside blocks, of which each module that reads them gets its own Parameter, and parameters whose gradient a
+        fused loss or `DistributedParameter.gather` computes. Several gradients of one parameter are added up. Gradients
+        of a frozen parameter are dropped.
 
         index: the index of the parameter in the flat buffer.
         gradient: this rank's gradient, in the parameter's full shape.
@@ -207,7 +210,8 @@ class GradientBuffer:
     def send(self) -> None:
         """Start to average the full parameters' `.grad`, and the gradients passed to `collect`, over the ranks.
 
-        Collective: every rank must call it. The `.grad` of the full parameters are set to None.
+        Called in backward, when the gradients of all parameters of the flat buffer are complete. It sets the `.grad` of
+        the full parameters to None. `receive` later waits for the mean. Collective: every rank must call it.
         """
         shard, total = self._begin()
         # Ignore the gradients of parameters that were frozen after the forward.
@@ -345,7 +349,8 @@ class GradientBuffer:
     def intact(self) -> bool:
         """True if every local parameter's `.grad` is None or the view of `shard` that this object has set.
 
-        False if the user has replaced a `.grad` by another tensor, which is not in `shard`, the flat gradient.
+        Optimizers may then read the gradients of several parameters as one piece of `shard`, the flat gradient. False
+        if the user has replaced a `.grad` by another tensor, which is not in `shard`.
         """
         for mine, handed in zip(self._gradients, self._handed):
             if mine is not None and mine is not handed:

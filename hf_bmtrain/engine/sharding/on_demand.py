@@ -34,15 +34,17 @@ class OnDemandGather:
       the buffer stays unsharded until the whole backward is over.
 
     If autograd unpacks a saved view after the buffer was resharded, for example in a second backward, the buffer is
-    gathered again. All ranks gather and reshard at the same points of the forward and the backward.
+    gathered again. Each all-gather is collective, so every rank must read the buffer at the same points of the forward
+    and the backward.
 
     Args:
         schedule: the Schedule of this process, which starts all-gathers and reductions.
         buffer: the flat buffer to unshard.
 
     Attributes:
-        unwatched: whether the buffer was read outside `watch` in this forward pass, or views of it may be. If views
-            leave the context, the caller sets this attribute inside the context.
+        unwatched: whether, in this forward pass, the buffer was read outside `watch`, or code outside `watch` may have
+            views of its parameters. `read` sets the attribute in the first case. In the second case, the code that lets
+            views out of the context must set it before the context ends.
     """
 
     def __init__(self, schedule: Schedule, buffer: ShardedBuffer) -> None:
@@ -149,8 +151,9 @@ class OnDemandGather:
     def collect(self, index: int, gradient: torch.Tensor) -> None:
         """Add a gradient to the flat buffer's gradient, which is later averaged over the ranks.
 
-        Called in backward, when one gradient of the parameter is complete: of a module that reads it, of
-        `DistributedParameter.gather`, or of a fused loss. The gradients of several readers are summed.
+        Called in backward, once for each reader of the parameter, when the gradient with respect to the values that it
+        has read is complete. A reader is a module, a call of `DistributedParameter.gather`, or a fused loss. The
+        gradients of several readers are summed.
 
         Args:
             index: the index of the parameter in the flat buffer.
@@ -244,9 +247,12 @@ def watch(group: Sequence[OnDemandGather]) -> Iterator[None]:
 
     At the end of the context, the full parameters of a flat buffer are freed if all of the following hold: autograd has
     saved no view of them, they were read only inside `watch`, and only one module has ever read parameters of this
-    buffer. (Other modules may soon read them again, as with tied weights.) Views that autograd has not saved are then
-    invalid. An inner `watch` of the same buffer leaves this to the outer one, whose code may still have such views. If
-    code outside the context may read other views, the caller must set `unwatched` of their OnDemandGather.
+    buffer. (Other modules may soon read them again, as with tied weights.) Views that autograd has not saved then
+    become invalid. So if code outside the context may have such views, for example in the outputs of the module,
+    `unwatched` of their OnDemandGather must be set to True before the context ends; nothing is freed then.
+
+    If contexts for the same buffer are nested, its parameters are freed only at the end of the outer one, whose code
+    may still have views.
 
     Inside the context, torch does not check whether saved tensors are modified in place. So their versions are
     compared in backward, which raises RuntimeError if they differ.

@@ -157,6 +157,8 @@ class DistributedParameter(ShardBase, torch.nn.Parameter):
     def trained(self) -> bool:
         """Whether the parameter was ever trained, even if it is frozen now.
 
+        Checkpoints of only the trained parameters contain it then. (PEFT freezes adapters while they are inactive.)
+
         True if it required a gradient when the gradients of its flat buffer were reduced, in any backward so far, or if
         a loaded checkpoint says that it was trained.
         """
@@ -191,8 +193,9 @@ class DistributedParameter(ShardBase, torch.nn.Parameter):
         return leaves or [self]  # autograd then raises its error for tensors that require no gradient
 
     def read_full(self) -> torch.Tensor:
-        """Return the full parameter, as `gather` does. Functions of torch that need all elements call this method.
+        """Return the full parameter. Not for users, who call `gather`, which returns the same.
 
+        Sharded tensors of all classes have this method. Functions of torch call it if they need all elements.
         Collective: every rank must call it.
 
         Returns:
@@ -237,10 +240,13 @@ class DistributedParameter(ShardBase, torch.nn.Parameter):
     def storage_kind(self) -> StorageKind:
         """The StorageKind with which a full copy of this parameter is to be sharded.
 
-        For a parameter that tensor parallelism splits, or an unsplit one with `tp_mode=True`, it is the StorageKind of
-        the parameter itself, so that the copy is sharded over the same ranks. Otherwise it is PLAIN, even if the
-        parameter is quantized or all-gathered in 8 bits: how to store the copy is then chosen anew. `mark` copies it to
-        the full copy that is made when the parameter or its model is deep-copied, or the parameter is sharded again.
+        A full copy is made when the parameter or its model is deep-copied, and when the parameter is sharded again.
+        `mark` then gives this StorageKind to the copy.
+
+        * If tensor parallelism splits the parameter, or if `tp_mode` is True, it is the StorageKind of the parameter
+          itself, so that the copy is sharded over the same ranks.
+        * Otherwise it is PLAIN, even if the parameter is quantized or all-gathered in 8 bits. How to store the copy is
+          then chosen as for a new parameter.
         """
         return self.buffer.storage.kind or PLAIN
 

@@ -43,8 +43,8 @@ class PendingUpdate:
                 the ticket of an earlier update, it must not complete before that update does.
             gradients: the tensors that the update reads.
         """
-        # The update reads these gradients before the next backward overwrites them, because the forward that precedes
-        # this backward waits for the update.
+        # References to the gradients are enough, copies are not needed: the next backward overwrites the gradients only
+        # after the update has read them, because the forward before this backward waits for the update.
         self.ticket, self._gradients, self.ever_asynchronous = ticket, gradients, True
 
     def announce(self, shard: torch.Tensor) -> None:

@@ -71,12 +71,12 @@ class SourcedParameter(torch.nn.Parameter):
         self.values[: len(values)] = values
 
     def has_share_of(self, other: SourcedParameter, rank: int, size: int) -> bool:
-        """Return whether this loaded parameter and `other` have equal shapes and equal values in this rank's share.
+        """Return whether this loaded parameter and `other` have the same shape and equal elements in this rank's share.
 
-        Called to find out whether two loaded weights are equal, so that they may be tied. Only this rank's share (one
-        of `size` equal parts of the elements) is compared, because a rank may not have loaded the other shares. So the
-        weights are equal if the result is True on all ranks. Not collective. Returns False if one of the two has been
-        sharded, so that its values were dropped.
+        Called to find out whether two loaded weights are equal, so that they may be tied. A rank compares only its own
+        share (one of `size` equal parts of the elements), because it may not have loaded the other shares. The weights
+        are equal if the result is True on all ranks. Not collective. Returns False if one of the two has been sharded,
+        so that its values were dropped.
 
         Args:
             other: another loaded parameter.

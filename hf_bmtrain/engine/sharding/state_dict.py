@@ -88,15 +88,17 @@ def gather_state_dict(model: torch.nn.Module, keep: bool) -> OrderedDict:
     keep: whether this rank keeps the values. If not, it takes part in the collectives, but its tensors are empty.
     """
     destination = StateDict(keep)
-    type(model).state_dict(model, destination=destination)  # the class's method, because the instance's may be patched
+    # Call the method of the class, because hf/staging.py may have replaced that of the instance.
+    type(model).state_dict(model, destination=destination)
     return destination.on_cpu()
 
 
 def check_full_tensors(model: torch.nn.Module, state: Mapping[str, object]) -> None:
-    """Raise RuntimeError unless all ranks are about to load the same parameters. Collective: every rank must call it.
+    """Raise RuntimeError unless all ranks are about to load the same full tensors. Collective: every rank must call it.
 
-    Entries for modules' buffers (`register_buffer`) are not compared, because they may differ between the ranks. Nor
-    are sharded tensors, because each rank has other elements of them.
+    The names, shapes, dtypes and hashes of parameters are compared. Entries for modules' buffers (`register_buffer`)
+    are not compared, because they may differ between the ranks. Nor are sharded tensors, because each rank has other
+    elements of them.
 
     Args:
         model: the sharded model.

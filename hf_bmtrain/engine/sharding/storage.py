@@ -81,8 +81,9 @@ class Storage:
 
         Args:
             numels: the number of elements of each full parameter.
-            world_size: the number of shards.
-            dtype: the dtype of the parameters.
+            world_size: the number of shards into which the buffer is divided.
+            dtype: the dtype of the parameters. Its size determines at which multiples of elements parameters begin, so
+                that they are aligned in memory.
         """
         return Layout.build(numels, world_size, max(1, ALIGNMENT_BYTES // dtype.itemsize))
 
@@ -169,19 +170,19 @@ class Storage:
     def before_gather(self) -> None:
         """Fill the memory that the all-gather sends, for example with a quantized shard.
 
-        Called in each `ShardedBuffer.gather` if `prepares` is True, even if no all-gather follows because the full
-        parameters are up to date. By default, it does nothing.
+        If `prepares` is True, each `ShardedBuffer.gather` and `take_part` calls it, even if no all-gather follows
+        because the full parameters are up to date. By default, it does nothing.
 
-        An override may issue collectives in the first call, and in calls before which the shard has changed since the
-        last call (compare its version counter): an all-gather then follows on every rank. In other calls it must not,
-        because not every rank may have reached this point.
+        An override may issue collectives only in its first call, and in a call after a change of the shard (compare the
+        shard's version counter). Only then is it certain that every rank makes the call, because every rank must
+        all-gather the new values.
         """
 
     def after_gather(self) -> None:
         """Compute the full parameters from the result of the all-gather, on the current stream.
 
-        If `unpacks` is True, `ShardedBuffer.wait` calls this method once after each all-gather. It is not called for an
-        all-gather whose result is discarded: the buffer is resharded before `wait`. Here it does nothing.
+        If `unpacks` is True, the first `ShardedBuffer.wait` after a `gather` calls this method. It is not called if the
+        buffer is resharded before `wait`, because the result is then discarded. By default, it does nothing.
         """
 
     def reshard(self) -> None:

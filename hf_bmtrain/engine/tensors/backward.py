@@ -32,7 +32,12 @@ def backward_to(tensors: Any, inputs: tuple, **options: Any) -> None:
 
 
 def refuse_grad(*args: Any, **kwargs: Any) -> None:
-    """Raise RuntimeError in place of `torch.autograd.grad`, which finds no gradients of sharded parameters."""
+    """Raise RuntimeError, because `torch.autograd.grad` would find no gradients of sharded parameters.
+
+    Called instead of `torch.autograd.grad` if sharded parameters are among its arguments.
+
+    *args, **kwargs: the arguments of `torch.autograd.grad`, which are ignored.
+    """
     raise RuntimeError(
         "torch.autograd.grad would find no gradient for parameters of a sharded model, because their gradients are "
         "averaged over the ranks and then stored in `.grad`. Call loss.backward(inputs=parameters) on every rank, and "

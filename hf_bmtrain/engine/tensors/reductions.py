@@ -75,7 +75,7 @@ def _vector_norm(x: Any, ord: Any = 2, dim=None, keepdim=False, *, dtype=None, p
 
 def _linalg_norm(x: Any, ord: Any = None, dim=None, keepdim=False, *, out=None, dtype=None):
     if ord is not None and len(x.full_shape) != 1:
-        return NotImplemented  # with several dimensions, this would be a matrix norm
+        return NotImplemented  # with several dimensions, this would be a matrix norm, which needs the full tensor
     return _vector_norm(x, ord, dim, keepdim, dtype=dtype)
 
 

@@ -55,9 +55,10 @@ class ShardBase:
     Attributes:
         placement: which elements of the full tensor each rank stores.
         is_parameter: whether the tensor is a parameter, so that autograd records the functions that are called on it.
-        in_memory: whether the tensor's memory contains the elements themselves. False in the subclass of quantized
-            parameters, whose memory contains their codes. A function that gets such a parameter is handled by
-            `__torch_function__` of that subclass, which passes unquantized tensors to functions that read elements.
+        in_memory: whether the tensor's memory contains the elements themselves. False in the subclass for quantized
+            parameters, which are stored as codes. If one argument of a torch function is a quantized parameter, the
+            `__torch_function__` of that subclass must run. It replaces the parameter by unquantized elements if the
+            function reads elements.
         grad_now: the same tensor as `.grad`, kept in a Python attribute, because torch's own `.grad` is slow to read.
     """
 
@@ -117,8 +118,8 @@ class ShardBase:
     def grad(self, gradient: torch.Tensor | None) -> None:
         me: Any = self
         with WithoutTorchFunction():
-            # Also if the shapes are the same, because this rank stores all elements: where other ranks have a
-            # ShardTensor, norms and the like are collective.
+            # Make a ShardTensor even if the two shapes are the same, because this rank stores all elements. The other
+            # ranks have a ShardTensor, whose norms and other functions are collective, so this rank must take part.
             if gradient is not None and not isinstance(gradient, ShardBase):
                 if gradient.shape == self.full_shape:
                     gradient = self.placement.cut(gradient)
@@ -245,8 +246,9 @@ class ShardTensor(ShardBase, torch.Tensor):
             if self.requires_grad:
                 raise RuntimeError(
                     f"Autograd cannot gather a sharded tensor of shape {tuple(self.full_shape)} that requires grad and "
-                    "is not a parameter. Call requires_grad_(False) on it, or call requires_grad_() on a full tensor "
-                    "instead (parameter.gather() returns that of a parameter)."
+                    "is not a parameter. Call requires_grad_(False) on it. If you need its gradient, use a full tensor "
+                    "instead, and call requires_grad_() on that; parameter.gather() returns the full tensor of a "
+                    "parameter."
                 )
             return self.placement.gather(self.as_subclass(torch.Tensor))
 

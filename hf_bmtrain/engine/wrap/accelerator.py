@@ -90,10 +90,11 @@ def check_trainer(model: torch.nn.Module, size: int) -> None:
 
 
 def in_mixed_precision(state: Any, forward: Callable[[], Any], device: torch.device, weights: set[torch.dtype]) -> Any:
-    """Return `forward()`, computed in the Accelerator's mixed precision.
+    """Run a sharded model's forward in the Accelerator's mixed precision, and return its outputs.
 
-    As in Accelerate, half-precision outputs are converted to float32. On the CPU, where Accelerate has no loss scale,
-    fp16 is replaced by float32, with a warning.
+    Called instead of the model's forward if the program has an Accelerator. Accelerate itself changes only the forwards
+    of models that it prepares, and it does not prepare sharded models. As in Accelerate, half-precision outputs are
+    converted to float32. On the CPU, where Accelerate has no loss scale, fp16 is replaced by float32, with a warning.
 
     Args:
         state: the AcceleratorState.
@@ -164,7 +165,8 @@ class GroupMesh:
 def share_rows(model: torch.nn.Module, size: int) -> None:
     """Record in `model` that each group of `size` consecutive ranks shares the same rows (sequences) of a batch.
 
-    `ranks_per_row` then returns `size` for this model.
+    Called for models that are wrapped with sequence parallelism or tensor parallelism. `ranks_per_row` then returns
+    `size` for this model. Code that distributes batches, averages losses or counts tokens needs this number.
 
     Args:
         model: the model, which gets a private attribute.
@@ -179,9 +181,10 @@ def ranks_per_row(model: Any) -> int:
 
 
 def share_batches(model: torch.nn.Module, world: World) -> None:
-    """Make the data loaders that Accelerate prepares from now on give the ranks that share rows the same batches.
+    """Make Accelerate's data loaders give the same batches to all ranks that share rows.
 
-    `Accelerator.gather_for_metrics` then returns each row once. This has no effect if no Accelerator has been created.
+    This applies to the data loaders that Accelerate prepares afterwards. `Accelerator.gather_for_metrics` then returns
+    each row once. Nothing changes if no Accelerator has been created.
 
     Args:
         model: the model for which `share_rows` was called. Its groups are those that get the same batches.
@@ -196,9 +199,13 @@ def share_batches(model: torch.nn.Module, world: World) -> None:
 
 
 def divide_batches(model: torch.nn.Module, world: World) -> None:
-    """Undo `share_batches` for `model`, whose ranks do not share rows, if no model exists any more that needs it.
+    """Undo an earlier `share_batches`, because the ranks of `model` do not share rows: each needs batches of its own.
 
-    Otherwise, log a warning.
+    If a model for which `share_batches` was called still exists, nothing is changed, and rank 0 logs a warning.
+
+    Args:
+        model: the model that is being wrapped, for the warning.
+        world: the world of all ranks.
     """
     mesh = getattr(world.accelerator, "device_mesh", None)
     if not isinstance(mesh, GroupMesh):
@@ -208,10 +215,11 @@ def divide_batches(model: torch.nn.Module, world: World) -> None:
         world.accelerator.device_mesh = None
     elif world.rank == 0:
         _log.warning(
-            "Data loaders that Accelerate prepares give the same batches to the ranks of groups of %d ranks, because "
-            "these share rows of a %s. They do so for this %s, too, whose ranks do not share rows. To train it on "
-            "other rows on each rank, delete the other model before auto_wrap, or prepare no loader for it and use a "
-            "DistributedSampler. Trainer with BMTrainCallback divides the batches as its model needs.",
+            "Accelerate's data loaders give all %d ranks of a group the same batches, because a model that was "
+            "wrapped earlier, a %s, needs this. The model wrapped now, a %s, needs different batches on each rank, but "
+            "would get the same ones. Delete the earlier model before auto_wrap, or load the batches of this model "
+            "with a DistributedSampler instead of Accelerate. (Trainer with BMTrainCallback needs neither: it divides "
+            "the batches as its model needs.)",
             mesh["cp"].size(), type(other).__name__, type(model).__name__,
         )  # fmt: skip
 

@@ -67,11 +67,15 @@ class Extension:
     def choose(self, plan: WrapPlan) -> None:
         """Decide what to change in `plan.model`, for example which parameters to quantize, but do not change it yet.
 
-        Raise ValueError if the model is not supported.
+        Raise ValueError if this extension cannot be applied to the model. `admit` raises errors that do not depend on
+        the division into blocks; it is called earlier, when there is no `plan` yet.
         """
 
     def prepare(self, plan: WrapPlan) -> None:
-        """Change modules and parameters of `plan.model` before they are sharded."""
+        """Change modules and parameters of `plan.model`, as `choose` has decided, before they are sharded.
+
+        For example, make linear layers compute in float8.
+        """
 
     def separate(self, plan: WrapPlan) -> set[int]:
         """Return the ids of parameters that must not share a flat buffer with the other parameters of their block.
@@ -98,8 +102,9 @@ class Extension:
 def kind_of(extensions: list[Extension]) -> Any:
     """Return a function that returns how to store a parameter of a block (quantized, for example).
 
-    `shard_places` calls it with each parameter that it shards. It calls the method `kind` of one extension after
-    another, and returns the first result that is not None, or None if there is none.
+    The returned function takes a parameter. It calls the method `kind` of one extension after another, until a result
+    is not None, and returns this result, or None if there is none. `shard_places` uses it for each parameter that it
+    shards.
     """
 
     def ask(parameter: torch.nn.Parameter) -> StorageKind | None:

@@ -151,9 +151,10 @@ def _values(dicts: list[dict[str, Any]]) -> list[Any]:
 
 
 def follow_accelerator(model: torch.nn.Module, device: torch.device) -> None:
-    """Run `model.forward` in the Accelerator's mixed precision, if an Accelerator exists when the forward is called.
+    """Replace `model.forward` by a function that runs it in the mixed precision of the program's Accelerator, if any.
 
-    Accelerate itself does this only for models that it prepares, and it does not prepare sharded models.
+    Each call of the forward looks for the Accelerator, which may be created after the model was wrapped. Accelerate
+    itself enables mixed precision only for models that it prepares, and it does not prepare sharded models.
 
     Args:
         model: the model, whose attribute `forward` is replaced.
@@ -173,13 +174,14 @@ def follow_accelerator(model: torch.nn.Module, device: torch.device) -> None:
 
 
 def keep_cache_out(modules: Iterable[torch.nn.Module], blocks: Iterable[Any]) -> None:
-    """Run training forwards of `modules` with use_cache=False if any of `blocks` is compiled or recomputes its forward.
+    """Register hooks on `modules` that pass use_cache=False to their forwards in training (with gradients enabled).
 
-    A recomputed forward would append to the key-value cache twice, and a compiled layer would need a second graph for
-    forwards with a cache.
+    The hooks do this if any of `blocks` is compiled or may recompute its forward. A recomputed forward would append to
+    the key-value cache twice, and torch.compile would have to compile a layer a second time for forwards with a cache.
 
     Args:
-        modules: the modules to change. Those whose forward has no argument `use_cache` are skipped.
+        modules: the modules that get a hook. Those whose forward has no argument `use_cache`, or whose `config` has no
+            such setting, are skipped.
         blocks: the model's CheckpointBlocks.
     """
     states = weakref.WeakSet(block._bmt for block in blocks)

@@ -72,8 +72,8 @@ def _set_recompute(states: Sequence[weakref.ref[BlockState]], on: bool, *args, *
     every, offload = (_OPTIONS[name] if given.get(name) is None else given[name] for name in _OPTIONS)
     if every != 1:
         raise ValueError(
-            f"every_n_layers={every} is not supported for sharded models. Leave it out, and pass use_checkpoint='auto' "
-            "to auto_wrap: it recomputes only as many blocks as memory requires."
+            f"gradient_checkpointing_enable: every_n_layers={every} is not supported for sharded models. Leave it out, "
+            "and pass use_checkpoint='auto' to auto_wrap: it recomputes only as many blocks as memory requires."
         )
     blocks = [state for each in states if (state := each()) is not None]
     _log.info(

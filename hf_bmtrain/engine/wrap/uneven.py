@@ -43,10 +43,10 @@ def negotiate_if_uneven(plan: WrapPlan, chains: Sequence[Chain]) -> None:
 
 
 def follow_additions(plan: WrapPlan) -> None:
-    """Make parameters that were added to an uneven model take part in the ranks' agreement on collectives.
+    """Number the collectives of an uneven model again, after parameters such as adapters were added and sharded.
 
-    Called when parameters that were added to a wrapped model, such as adapters, have been sharded. Ranks may run
-    different parts of an uneven model, so they agree on each collective before it starts. If the model is not uneven,
+    Ranks may run different parts of an uneven model. Before each collective, they therefore agree on the number of the
+    collective that is next. The collectives of the added parameters need numbers, too. If the model is not uneven,
     nothing is done.
 
     plan: the model, which was wrapped before, and its division into blocks and other modules.

@@ -29,6 +29,9 @@ class HostInputs:
 
     Host memory is allocated in the first steps and reused afterwards, also for smaller inputs. Memory that is too small
     for a larger input is freed, and larger memory is allocated.
+
+    Args:
+        device: the device on which the blocks compute.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -58,9 +61,10 @@ class HostInputs:
         return torch.autograd.graph.saved_tensors_hooks(inputs.pack, _unpack)
 
     def before(self, inputs: _Inputs) -> _Inputs | None:
-        """Return the inputs that were saved last before `inputs`, of those that still exist, or None if there are none.
+        """Return the inputs of the forward before that of `inputs`, or None if there are none.
 
-        Backward needs them next, because it goes through the blocks in the opposite order of the forward.
+        Forwards whose inputs were deleted after their backward are skipped. Backward needs the returned inputs next,
+        because it goes through the blocks in the opposite order of the forward.
 
         inputs: the inputs of one forward of a block.
         """

@@ -26,10 +26,11 @@ def grouped_product(x: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
         (rows, N).
     """
     # Eager code calls torch's kernel directly. Compiled code calls the operator `_product_of_groups`, which calls the
-    # kernel, because Inductor may choose strides that the kernel refuses if it sees the kernel itself. is_compiling()
-    # tells the two cases apart, with one exception: up to torch 2.11, it is False while torch.compile traces the
-    # backward of the operator, which calls this function. A direct call of the kernel is then traced, and torch can
-    # trace it only in bfloat16. So up to torch 2.11, this function uses the operator for all other dtypes.
+    # kernel: if Inductor saw the kernel itself, it might choose strides that the kernel refuses. is_compiling() tells
+    # the two cases apart, with one exception. `_backward`, the backward of the operator, calls this function. Up to
+    # torch 2.11, is_compiling() is False while torch.compile traces `_backward`, so a direct call of the kernel would
+    # be traced. Torch can trace the kernel only in bfloat16. So up to torch 2.11, all other dtypes use the operator,
+    # also in eager code.
     traced = matrices.dtype == torch.bfloat16 or torch.__version__ >= "2.12"
     if traced and not torch.compiler.is_compiling() and has_kernel(matrices):
         return _KERNEL(x, matrices, offs=ends)

@@ -30,8 +30,9 @@ Factors = list[tuple[Tensor, Tensor, float]]
 class SortedExperts(OnlyWhileSharded):
     """Base class that is added to the class of an existing module of experts, to give the module a faster forward.
 
-    In training, the module then runs `run_experts` where transformers would run its implementation "grouped_mm". LoRA
-    adapters of the module's weights are passed to `forward` as the keyword argument `lora_factors`.
+    Its `forward` runs `run_experts` instead of transformers' code in two cases: if LoRA adapters of its weights are
+    passed as the keyword argument `lora_factors`, or if gradients are enabled and transformers would run its
+    implementation "grouped_mm" (`_replaces` has all conditions).
     """
 
     _default_gate: ClassVar[bool]
@@ -212,13 +213,15 @@ class Spread(torch.autograd.Function):
 
 
 class Combine(torch.autograd.Function):
-    """Differentiable sum of the k rows of each token, multiplied by the router's weights: inverse of `Spread`.
+    """Differentiable sum of the k rows of each token, multiplied by the router's weights. Called after the experts.
 
-    y: (tokens * k, width), sorted by expert.
+    `Spread` made the k rows of each token. The result has one row for each token, in the original order of tokens.
+
+    y: (tokens * k, width), the outputs of the experts, sorted by expert.
     weights: (tokens, k).
     order: (tokens * k,), the permutation that sorts the pairs (token, expert) by expert.
-    places: the inverse of `order`. Because each row of y occurs once, backward is a permutation, too. It needs no sort,
-        unlike the backward of torch's indexing.
+    places: the inverse of `order`, with which the rows of a token are found. The backward needs no sort, unlike that of
+        torch's indexing, because each row of y is used exactly once.
     """
 
     @staticmethod

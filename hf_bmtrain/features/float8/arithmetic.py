@@ -36,11 +36,11 @@ MOST = 448.0
 ALIGNMENT = 16
 """On a GPU, the rows of factors and results must have a multiple of this many elements, because kernels read 16 bytes
 at a time."""
-_LEAST = 1e-30
-_THREADS = 256
+_LEAST = 1e-30  # the absmax of a scale is raised to this number, so that no scale is 0
+_THREADS = 256  # maximum number of threads of a CUDA thread block
 _TILE = 64  # number of rows that one CUDA thread block processes (a tile)
 _PARTS = 4  # number of 16-byte groups that a thread holds in registers
-_CAPABILITY = (8, 9)
+_CAPABILITY = (8, 9)  # minimum compute capability of a GPU that can multiply float8 matrices
 
 
 def check_device(device: torch.device) -> None:
@@ -120,9 +120,11 @@ def quantize_full(weight: Tensor) -> Float8:
 
 
 def quantize_transposed(weight: Tensor) -> Float8:
-    """Quantize `weight` (N, K) to float8 with one scale for all elements, and return the transpose, (K, N).
+    """Quantize `weight` (N, K) to float8 with one scale for all elements, and return its transpose, (K, N).
 
-    On a GPU, one kernel quantizes and transposes, without an intermediate matrix.
+    The result's `scales` (K, 1) repeats the scale K times. A layer needs a weight and its transpose, one in forward and
+    the other in backward, because both factors of `product` must have the summed dimension last. On a GPU, one kernel
+    quantizes and transposes, without an intermediate matrix.
     """
     expect("weight", weight, tuple(C_NAMES), (len(weight), weight.shape[-1]), weight.device)
     if not _by_kernels(weight):
@@ -212,7 +214,11 @@ def scales_of(bits: Tensor) -> Tensor:
 
 
 def transpose(values: Tensor) -> Tensor:
-    """Return the transpose of `values` (R, C) float8_e4m3fn as a new contiguous tensor (C, R)."""
+    """Return the transpose of `values` (R, C) float8_e4m3fn as a new contiguous tensor (C, R).
+
+    A layer calls it for a weight that was all-gathered in float8, because both factors of `product` must have the
+    summed dimension last. On a GPU, this uses a CUDA kernel of this package.
+    """
     if torch.compiler.is_compiling():
         return torch.ops.hf_bmtrain.transpose_codes(values)
     rows, width = values.shape
@@ -341,7 +347,8 @@ def variant(dtype: torch.dtype, aligned: bool) -> Variant:
 def variants(arch: int) -> list[Variant]:
     """Return all variants of the CUDA kernels that this file can launch, so that tests can compile each of them.
 
-    A variant is a set of macros with which the kernels are compiled, here for one dtype and alignment.
+    A variant is one choice of the macros with which the kernels are compiled. Here there is a variant for each pair of
+    a dtype and an alignment (whether all rows begin at multiples of 16 bytes).
 
     arch: the GPU architecture, such as 90. Not used, because the variants are the same for each architecture.
     """

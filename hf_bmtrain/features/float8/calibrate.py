@@ -33,12 +33,13 @@ output."""
 def install_signal_guard(
     model: torch.nn.Module, layers: Mapping[str, Any], blocks: Sequence[Any], world: World, compiled: bool
 ) -> None:
-    """Install the observer that measures the rounding noise of float8 layers, and switches off float8 where it is high.
+    """Install the observer that switches off float8 in layers whose outputs have too low a signal-to-noise ratio.
 
-    The observer measures once, when training begins. Then the ranks decide which layers keep float8, and the observer
-    removes itself. From then on, flat buffers whose layers all keep float8 are all-gathered in float8, with the
-    exceptions that `Calibration.decide` lists. On the meta device nothing is measured, and the weights of all float8
-    layers are all-gathered in float8 immediately.
+    The noise is the rounding error of float8. The observer measures it once, when training begins. Then the ranks
+    decide which layers keep float8, and the observer removes itself. From then on, a flat buffer of weights is
+    all-gathered in float8 if all its layers keep float8, and each of them was called on some rank. In a model with
+    adapters, no buffer is all-gathered in float8. On the meta device nothing is measured, all layers keep float8, and
+    the buffers are all-gathered in float8 immediately.
 
     Args:
         model: the model.
@@ -141,9 +142,12 @@ class Calibration(Observer):
 class CalibrationInStep(Calibration):
     """Measures the float8 noise of layers in the first training forward. Used if blocks are not compiled.
 
-    At the start of a later training forward, the ranks decide which layers continue to use float8. This is the first
-    training forward that begins after a backward, and before which no block on any rank is still waiting for its
-    backward. The arguments are those of `Calibration`.
+    The ranks decide which layers continue to use float8 at the start of a later training forward: the first one that
+    follows a backward, or, if a block on any rank is still waiting for its backward at that moment, the next one at
+    whose start no block is waiting.
+
+    The arguments of the constructor are those of the base class: the ranks (`world`), the model, the states of its
+    float8 layers by path, and its blocks.
     """
 
     _begun: int | None = None  # how many backwards had ended when the measured forward began; None until then
@@ -169,13 +173,15 @@ class CalibrationInStep(Calibration):
 class CalibrationAhead(Calibration):
     """Measures the float8 noise of layers in a separate forward, just before the first training forward.
 
-    Used if blocks are compiled, so that the compiled graphs do not contain the measurement. The arguments are those of
-    `Calibration`.
+    Used if blocks are compiled, so that the compiled graphs do not contain the measurement.
 
     The separate forward gets copies of the training forward's arguments. It is not compiled and runs without gradients.
     Right after it, the ranks decide which layers keep using float8. If a block on some rank is still waiting for its
-    backward, they cannot, and the next training forward measures again. Random generators and the model's buffers,
-    attributes and containers are restored, even if the separate forward raises an error.
+    backward, the ranks cannot decide, and measure again before the next training forward. Random generators and the
+    model's buffers, attributes and containers are restored, even if the separate forward raises an error.
+
+    The arguments of the constructor are those of the base class: the ranks (`world`), the model, the states of its
+    float8 layers by path, and its blocks.
     """
 
     def before_forward(self, model: torch.nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
@@ -208,7 +214,10 @@ class CalibrationAhead(Calibration):
 
 
 Decision = dict[str, tuple[bool, str | None]]
-"""{path of a layer: (whether it computes in float8, why its weight is not all-gathered in float8; None if it is)}."""
+"""{path of a layer: (whether it computes in float8, `reason`)}.
+
+`reason` says why the layer's weight, and so the whole flat buffer that contains it, cannot be all-gathered in float8.
+It is None if this layer does not prevent it."""
 
 
 def float8_decision(world: World, model: torch.nn.Module) -> Decision:
@@ -221,7 +230,8 @@ def float8_decision(world: World, model: torch.nn.Module) -> Decision:
         model: the model, or a module that contains it.
 
     Returns:
-        {path of a layer: (whether it computes in float8, why its weight is not all-gathered in float8; None if it is)}.
+        {path of a layer: (whether it computes in float8, `reason`)}. `reason` says why the layer's weight, and so the
+        whole flat buffer that contains it, cannot be all-gathered in float8; None if this layer does not prevent it.
         Layers about which the ranks have not decided are left out.
     """
     states = _states_of(model)
@@ -265,10 +275,10 @@ def restore_decision(world: World, model: torch.nn.Module, decision: Decision) -
             guard.finish()
         elif known and world.rank == 0:
             _log.warning(
-                "float8: this model has %d layers that can use float8, but the checkpoint contains the decision "
-                "whether they use it for only %d of them. So the next training step measures all of them again, and "
-                "results may differ slightly from those of the run that saved the checkpoint. To avoid this, pass the "
-                "same float8= and keep= to auto_wrap as in that run.", len(found), len(known),
+                "float8: this model has %d layers that can use float8, but the checkpoint says for only %d of them "
+                "whether they use it. So the next training step measures all of them again, and results may differ "
+                "slightly from those of the run that saved the checkpoint. To avoid this, pass the same float8= and "
+                "keep= to auto_wrap as in that run.", len(found), len(known),
             )  # fmt: skip
 
 
@@ -278,8 +288,8 @@ def _agrees(state: Float8State, found: tuple[bool, str | None] | None) -> bool:
     Also returns True if there is nothing to compare: the layer is undecided, or `found` is None.
 
     state: the state of the layer.
-    found: (whether the layer uses float8, why its weight is not all-gathered in float8), or None if the checkpoint does
-        not contain the layer.
+    found: (whether the layer uses float8, the `reason` why its weight cannot be all-gathered in float8, or None), or
+        None if the checkpoint does not contain the layer.
     """
     return state.guard is not None or found is None or found[0] == state.active
 

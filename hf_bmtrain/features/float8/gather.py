@@ -44,7 +44,7 @@ def choose_gathered(model: torch.nn.Module, layers: Iterable[torch.nn.Module], w
 
 
 def link_layers(layers: Iterable[torch.nn.Module]) -> None:
-    """Set `storage` and `index` in the state of each float8 layer, by which the layer finds its all-gathered weight.
+    """Set `storage` and `index` in each layer's `float8_state`, by which the layer finds its all-gathered weight.
 
     `storage` is the Float8Storage that contains the layer's sharded weight, and `index` the weight's index in it. A
     layer whose weight is never all-gathered in float8 has no Float8Storage, and is skipped.

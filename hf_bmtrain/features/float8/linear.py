@@ -44,7 +44,8 @@ class Float8Inputs:
     def factors(self, x: Tensor, dtype: torch.dtype, both: bool) -> tuple[Tensor | None, ...]:
         """Quantize x to float8 with one scale per row and, if `both`, also with one scale per column.
 
-        If x was the last input too, and has not been modified since, the result may come from the cache.
+        If the last call had the same tensor x and the same dtype, and x was not modified in between, the result may
+        come from the cache.
 
         Args:
             x: (..., K). It is flattened to (M, K).
@@ -90,8 +91,8 @@ class Float8State:
         active: whether the layer computes in float8.
         guard: a weak reference to the Calibration, the observer that measures the noise and makes this decision; None
             after the decision.
-        reason: why the weight is still all-gathered in its own dtype after the decision; None before the decision, or
-            if the weight is all-gathered in float8.
+        reason: why the weight, and so the whole flat buffer that contains it, cannot be all-gathered in float8; None
+            before the decision, or if this layer does not prevent it.
         measures: whether the next forward measures rounding noise and sets `powers`.
         powers: (2,) float32, the sum of squares of the output without rounding, and the sum of squares of the error
             that rounding causes; None before the measurement.

@@ -97,7 +97,10 @@ class Float8Requantizer:
 
 @dataclass(frozen=True)
 class Float8Kind(StorageKind):
-    """The kind of weights that may be all-gathered in float8. Their flat buffers get a Float8Storage."""
+    """The storage kind of the weights that may be all-gathered in float8.
+
+    When the model is sharded, `make` creates a Float8Storage for each flat buffer of such weights.
+    """
 
     def make(self, parameters: Sequence[torch.nn.Parameter], small: int) -> Storage:
         return Float8Storage(small)
@@ -178,7 +181,7 @@ class Float8Storage(Storage):
         codes = [factor.values for factor in self._weights]
         return Memory([*plain.stored, self._rounded], [*plain.gathered, *codes], self.buffer.layout.numel)
 
-    # -- the switch ---------------------------------------------------------------------------------------------
+    # -- switching the all-gather to float8 ---------------------------------------------------------------------
 
     @torch.no_grad()
     def switch(self, requantizer: Float8Requantizer, owners: Iterable[object]) -> None:

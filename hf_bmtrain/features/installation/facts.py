@@ -160,7 +160,10 @@ def links(topology: str, count: int) -> tuple[str, ...]:
 
 
 def variables() -> dict[str, str]:
-    """Return {name: value} of the environment variables for the report: those whose names match `VARIABLES`."""
+    """Return {name: value} of the environment variables that `python -m hf_bmtrain --report` prints.
+
+    These are the variables that are set and whose names match `VARIABLES`.
+    """
     return {name: value for name, value in sorted(os.environ.items()) if VARIABLES.fullmatch(name)}
 
 

@@ -28,9 +28,10 @@ _log = logging.getLogger("hf_bmtrain")
 class Lora(Extension):
     """The part of `auto_wrap` for PEFT's adapters. It has no option, and changes only models that have adapters.
 
-    In blocks (transformer layers), LoRA layers get a faster forward, and adapters of stacked experts are computed apart
-    from the experts' weights. Everywhere, adapters of `target_parameters` are made to work with sharded parameters, and
-    adapters share no flat buffer (parameters that are sharded together) with other parameters.
+    In blocks (transformer layers), LoRA layers get a faster forward. Adapters on stacks of experts (3-D weights) are
+    computed there as products of their own, instead of being added to the weights. In the whole model, adapters on
+    parameters (`target_parameters`) are made to work with sharded parameters, and adapters share no flat buffer
+    (parameters that are sharded together) with other parameters.
     """
 
     def separate(self, plan: WrapPlan) -> set[int]:

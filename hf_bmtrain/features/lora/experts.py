@@ -35,12 +35,16 @@ _logged: set[str] = set()
 
 
 class SplitWrapper(OnlyWhileSharded):
-    """PEFT's wrapper of a stack of experts (a 3-D weight), changed in place to compute its adapters separately.
+    """Base class of PEFT's wrappers of stacks of experts (3-D weights) that compute their adapters separately.
 
-    Instead of adding the adapters to the stack, the wrapper's forward passes them, as a keyword argument, to the
-    forward of the experts, which computes their products. If several stacks of one module have adapters, PEFT nests
-    their wrappers, and each wrapper adds its adapters to that keyword argument. If the adapters are of a kind that the
-    experts' forward does not support, PEFT's own forward runs.
+    `split_adapters` replaces the class of such a wrapper by a subclass of this class and of PEFT's class. PEFT's own
+    forward adds the product of the adapter's matrices to the stack, which takes memory. The forward of this class
+    leaves the stack unchanged. It passes the matrices to the forward of the experts in a keyword argument, and the
+    experts multiply by them.
+
+    If several stacks of one module have adapters, PEFT nests their wrappers, and each wrapper adds its matrices to that
+    keyword argument. PEFT's own forward runs if this is not possible, for example for adapters that are merged or
+    disabled, or for DoRA.
 
     Attributes:
         base_layer: the module of experts, or another wrapper around it.

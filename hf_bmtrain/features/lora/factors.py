@@ -105,7 +105,8 @@ def enter(x: Tensor, factor: Tensor, adapter: Adapter, rank: int, scaled: bool) 
 
     Returns:
         (rows, r). If the adapter is split, (rows, 4 r): four bfloat16 tensors (rows, r), side by side. The first three
-        sum to the product. The fourth equals the second, because the stack for the other matrix has four parts, too.
+        sum to the product. The fourth repeats the second, because `add_products` multiplies that one by two parts of
+        the other matrix: its rounded value, and the remainder.
     """
     if not adapter.split:
         return _scaled_product(x, factor.t(), adapter.scaling if scaled else 1.0)
@@ -133,26 +134,27 @@ def _parts(values: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def add_products(y: Tensor, us: list[Tensor], factors: list[Tensor], scalings: list[float], split: bool) -> Tensor:
-    """Return y + Σ s · u @ factor, the sum over all adapters of a layer; s is the adapter's scaling.
+    """Return y + Σ scaling · u @ factor, the sum over all adapters of a layer.
 
     In the forward, y is the output of the frozen layer, u = x Aᵀ, and the factor is Bᵀ. In the backward, y is the
-    gradient of x without these adapters, u = s dy B, the factor is A, and s is already part of u. y is changed in
+    gradient of x without these adapters, u = s dy B with the adapter's scaling s, and the factor is A. y is changed in
     place, except in compiled code.
 
     Args:
         y: (rows, width).
-        us: for each adapter, the tensor u, (rows, r), as returned by `enter`. With `split`, its shape is (rows, 4 r),
-            and it includes s.
+        us: for each adapter, the tensor u, (rows, r), as returned by `enter`. With `split`, its shape is (rows, 4 r).
         factors: for each adapter, the matrix by which u is multiplied, (r, width), as returned by `factors_of`. With
             `split`, (4 r, width).
-        scalings: for each adapter, s; 1 where u includes s, as it does for adapters that are split (`Adapter.split`).
+        scalings: for each adapter, s if u does not include it, and otherwise 1. u includes s in the backward, and if
+            the adapter is split (`Adapter.split`).
         split: whether all adapters are split: their float32 matrices are represented by sums of bfloat16 matrices.
     """
     if split and len(us) > 1:  # one product for all adapters, so that y is rounded once
         us, factors = [torch.cat(us, 1)], [torch.cat(factors)]
         scalings = scalings[:1]
     for u, factor, scaling in zip(us, factors, scalings, strict=True):
-        # If torch 2.11 compiles an autograd.Function that modifies its output in place, the gradients become zero.
+        # Compiled code does not change y in place: y is the output of an autograd.Function, and if torch 2.11 compiles
+        # a function that changes its output in place, the gradients become zero.
         add = torch.addmm if torch.compiler.is_compiling() else Tensor.addmm_
         y = add(y, u, factor, alpha=scaling)
     return y

@@ -65,13 +65,13 @@ class FusedLoraLinear(OnlyWhileSharded):
 
     `fuse_lora` changes layers to this class. The layer still runs PEFT's own forward in these cases:
 
-    * Its adapters or its base layer are of a kind that is not supported. The reason is logged once.
+    * Its adapters, base layer, hooks, dtypes or arguments are not supported. The reason is logged once.
     * No adapter is active, or the adapters are disabled or merged.
-    * It computes in float32, where PEFT's forward has the same precision.
+    * It computes in float32.
     * A transform of torch.func is active.
-    * It is compiled, unless all its adapters are float32 while the layer computes in bfloat16 without autocast. (Each
-      matrix of such an adapter is split into a sum of two bfloat16 matrices.) For other adapters, the compiler fuses
-      PEFT's forward equally well.
+    * It is compiled, because torch.compile fuses PEFT's forward equally well. A compiled layer runs the fused forward
+      only if all its adapters are float32, and it computes in bfloat16 without autocast (the mode *split* in this
+      file's docstring).
 
     Attributes:
         base_layer: the frozen layer.
@@ -265,9 +265,10 @@ def _all_split(adapters: tuple[Adapter, ...]) -> bool:
 
 
 class LoraProduct(torch.autograd.Function):
-    """Computes the output of a frozen linear layer with LoRA adapters: y = x Wᵀ + b + Σ s u Bᵀ with u = x Aᵀ.
+    """The autograd function of a frozen linear layer with LoRA adapters: y = x Wᵀ + b + Σ s u Bᵀ with u = x Aᵀ.
 
-    The sum is over the adapters. The backward computes gradients of x, A and B, but not of W and b.
+    The sum is over the adapters. The backward computes gradients of x, A and B, but not of W and b. The arguments of
+    `apply` are:
 
     x: (rows, K).
     weight: W, frozen: (N, K), or (K, N) if `transposed`, as in transformers' Conv1D.

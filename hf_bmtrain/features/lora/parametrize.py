@@ -27,10 +27,11 @@ class UncountedWrapper(OnlyWhileSharded):
 
 
 def let_parametrize(model: torch.nn.Module) -> None:
-    """Make PEFT's adapters on parameters (`target_parameters`) in `model` work if these parameters are sharded.
+    """Let PEFT's wrappers in `model` add adapters to sharded parameters (`target_parameters`) by parametrizations.
 
-    PEFT's wrappers of the parameters become UncountedWrappers, in place. The forward of PEFT's own wrapper would count
-    as a write to the full parameter, which is an error.
+    `auto_wrap` calls this. PEFT's wrapper registers a torch parametrization of its parameter in each forward, which
+    counts as a write to the full parameter. For a sharded parameter, such a write is an error. Therefore the class of
+    each wrapper is changed, in place, to one that also inherits from UncountedWrapper.
     """
     for module in model.modules():
         if hasattr(module, "_activate_lora") and not isinstance(module, UncountedWrapper):

@@ -133,7 +133,9 @@ class UnbornLogits:
         """
         # cap * tanh(scale * x) = cap * tanh(y / cap) with y = scale * cap * x: this is a softcap of y.
         factor, bias = self._scale * (self._cap or 1.0), self._head._parameters["bias"]
-        if factor != 1 and bias is not None:  # scaling the hidden states would not scale the bias, which may be sharded
+        # Scaling the hidden states by `factor` scales the logits only if there is no bias. A bias must be scaled, too,
+        # but this rank may have only a shard of it here. So compute the full logits in this case.
+        if factor != 1 and bias is not None:
             logits = self._born("a factor, which also scales the bias of its head,")
             return F.cross_entropy(logits, target, weight, **options)
         return linear_cross_entropy(

@@ -150,7 +150,12 @@ def criterion(
 
 
 def refuse_double_backward(function: str) -> None:
-    """Raise RuntimeError in a backward with create_graph=True. function: the loss function's name, for the message."""
+    """Raise RuntimeError if the running backward has create_graph=True.
+
+    Called in the backward of loss functions whose gradient autograd cannot differentiate.
+
+    function: the loss function's name, for the message.
+    """
     if torch.is_grad_enabled():
         raise RuntimeError(
             f"{function} does not support double backward (create_graph=True): autograd cannot differentiate its "

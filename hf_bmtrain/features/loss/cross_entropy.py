@@ -64,7 +64,7 @@ class Plan(NamedTuple):
 
 
 def plan(row_bytes: int, clusters: bool, shared_limit: int) -> Plan:
-    """Return the number of thread blocks for each row, their threads, and how much of the row is in shared memory.
+    """Return how a kernel divides each row of logits: the number of thread blocks, their threads and shared memory.
 
     A row is divided between 1, 2, 4 or 8 thread blocks: the fewest with which three thread blocks fit on an SM, or 8 if
     they never fit. A thread block copies its part of the row to shared memory. What does not fit there is read from
@@ -263,6 +263,8 @@ class CrossEntropy:
     def reference_losses(self, logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         """Return each row's loss and its logsumexp, both (N,) float32, computed with torch on any device.
 
+        `losses` and `losses_and_gradient_` call it for tensors that are not on a GPU.
+
         Args:
             logits: (N, V). Not modified.
             targets: (N,) int64, the class of each row.
@@ -280,7 +282,8 @@ class CrossEntropy:
     def reference_gradient(self, logits: Tensor, targets: Tensor, lses: Tensor, scale: Tensor) -> Tensor:
         """Return the gradient of sum(scale * losses) with respect to the logits, computed with torch on any device.
 
-        The result is a new float32 tensor, also for half-precision logits.
+        `gradient_` and `losses_and_gradient_` call it for tensors that are not on a GPU. The result is a new float32
+        tensor, also for half-precision logits.
 
         Args:
             logits: (N, V). Not modified.

@@ -54,8 +54,8 @@ class MemoryPlanner(Observer):
         memory: reads how much memory of this rank's device is allocated and free.
 
     Attributes:
-        activations: the plan for all blocks with use_checkpoint="auto". It is the first to be made. If it is made
-            again, buffers that are resident by then (kept unsharded between steps) keep their memory.
+        activations: the plan for all blocks with use_checkpoint="auto". Its first version is made before those in
+            `residents`. Later versions use only memory that resident buffers (kept unsharded between steps) leave.
         residents: for each wrapped model with keep_frozen="auto", the plan of its resident buffers. If blocks have
             use_checkpoint="auto", all these plans share the memory that `activations` leaves.
     """
@@ -73,20 +73,25 @@ class MemoryPlanner(Observer):
     def resident_bytes(self) -> int:
         """The total size of the buffers that keep_frozen="auto" keeps unsharded between steps, in bytes.
 
-        Includes buffers that were chosen but not all-gathered yet.
+        Plans leave this memory to the buffers. It includes buffers that were chosen but not all-gathered yet, unlike
+        `gathered_bytes`.
         """
         return sum(plan.nbytes for plan in self.residents.values())
 
     @property
     def gathered_bytes(self) -> int:
-        """The bytes allocated now for the buffers that keep_frozen="auto" keeps unsharded between steps."""
+        """The bytes allocated now for the buffers that keep_frozen="auto" keeps unsharded between steps.
+
+        Measurements of memory subtract this number from the allocated bytes, because these buffers can be resharded.
+        """
         return sum(plan.gathered for plan in self.residents.values())
 
     def policy(self, block: Block) -> AutoCheckpoint:
         """Return the recomputation policy of a block with use_checkpoint="auto", which follows the plan `activations`.
 
-        If, on any rank, all blocks that were measured for this plan have been deleted, a new, empty plan replaces it
-        first. Collective: every rank must call it, because a rank may still hold a model that others have deleted.
+        The plan may be left over from a model that was deleted since. So if all blocks that were measured for it have
+        been deleted on any rank, all ranks first replace it by a new, empty plan. Collective: every rank must call it,
+        because a rank may still hold a model that others have deleted.
 
         block: the block's state.
         """

@@ -61,7 +61,8 @@ class Measurement:
     Attributes:
         shapes: the shapes of the forward's inputs.
         nbytes: the bytes that autograd saved in the forward for backward.
-        calls: how many forwards of the block, including this one, were waiting for their backward when it ended.
+        calls: how many forwards of the block were waiting for their backward when this forward ended, including this
+            one.
         attention: the bytes of the outputs of attention in the forward.
         watch: the stopwatch that has measured the time of the forward.
         meter: the meter that has measured the time of attention in the forward.
@@ -132,9 +133,10 @@ class AutoCheckpoint(Recompute):
 
     @property
     def parameters(self) -> int:
-        """The bytes of memory that are needed to keep the block unsharded from its forward to its backward.
+        """The bytes that the block's full parameters take if it stays unsharded from its forward to its backward.
 
-        It is 0 if the block must not be chosen for this, for one of two reasons:
+        Parameters that are kept unsharded between steps do not count. The result is 0 if the plan must not choose this
+        block to stay unsharded, for one of two reasons:
 
         * The block's ZeRO level is 2, so the block stays unsharded anyway.
         * Most of its parameters are frozen, and keep_frozen="auto" may keep them unsharded from step to step. That
@@ -175,9 +177,12 @@ class AutoCheckpoint(Recompute):
     def recomputes(self, args: tuple, kwargs: dict[str, Any], pending: int) -> bool:
         """Return whether the block's training forward that is about to begin is recomputed in backward.
 
-        Call it before the block's all-gather. The plan `activations` determines the result. Until the ranks have made
-        this plan, they exchange their measurements once after each backward: in the next call of this method for any
-        block, which every rank must make. The ranks of an uneven model exchange nothing.
+        Call it before the block's all-gather. The plan `activations` determines the result.
+
+        Collective in the first training forward after a backward, until the ranks have made the first plan, for which
+        they exchange their measurements: every rank must then call this method for one of its blocks. If the ranks make
+        every plan together (`Activations.together`), this continues after the first plan. The ranks of an uneven model
+        do not exchange measurements for the first plan, because each makes it by itself.
 
         Returns True inside saved-tensor hooks (such as those of torch's checkpoint, or of offloading, around the
         block), because these hooks decide which tensors are kept. Also returns True inside a backward.
@@ -221,11 +226,11 @@ class AutoCheckpoint(Recompute):
         self.activations.add(self, Measurement(shapes, saved.nbytes, pending + 1, meter.nbytes, watch, meter))
 
     def learn(self, measurement: Measurement) -> None:
-        """Update what is known about the block with the measurement of one forward. The next plan uses it.
+        """Store the measurement of one forward of the block for the next plan.
 
-        This concerns the largest bytes of the block's activations and of its outputs of attention, the largest number
-        of forwards that wait for their backward (`calls`), and the inputs for which the plan is valid. Called at the
-        end of the backward that follows the forward.
+        Called at the end of the backward that follows the forward. It updates the largest bytes of the block's
+        activations, the largest bytes of its outputs of attention, the largest number of forwards that wait for their
+        backward (`calls`), and the inputs for which the plan is valid.
         """
         self._most, self.calls = max(self._most, measurement.nbytes), max(self.calls, measurement.calls)
         self._attention, self._measured = max(self._attention, measurement.attention), measurement
@@ -266,7 +271,7 @@ class Activations:
         self._blocks: list[weakref.ref[AutoCheckpoint]] = []  # in the order of their first forwards
         # A pass lasts from the first training forward after a backward to the end of the next backward.
         self._fresh: list[tuple[AutoCheckpoint, Measurement]] = []  # the measurements of this pass
-        self._inputs = MeasuredInputs()  # if all ranks plan together: the inputs of measured forwards of whole models
+        self._inputs = MeasuredInputs()  # the model inputs of all measured passes; used only if `together` is True
         self._seen: list[Shapes] = []  # the shapes of the models' inputs in this pass
         # The number of bytes that were free at the start of a pass: the smallest of all passes since the first plan.
         # None before the first plan.
@@ -277,15 +282,16 @@ class Activations:
         self._recomputed = False  # whether a block's recomputed activations are alive
         self._unsharded = 0  # bytes of the blocks that stay unsharded until their backward
         self._stale = True  # True until the first plan, and from a later measurement to the next plan
-        self._left = 0  # what the last plan leaves; the property `left` returns it only while that plan is up to date
+        self._left = 0  # the bytes that the last plan leaves for keep_frozen="auto", as the property `left` explains
         self.measuring = False
         self.numbers = itertools.count()
 
     @property
     def left(self) -> int | None:
-        # Frozen blocks that stay unsharded between steps get what an up-to-date plan of the activations leaves.
-        # Activations come first, because keeping them saves the computation of a forward. Keeping a frozen block
-        # unsharded saves two all-gathers, which overlap with computation anyway.
+        # Only memory that the plan of the activations leaves is used to keep frozen blocks unsharded between steps,
+        # because kept activations save more time. They save the computation of a forward. A frozen block that stays
+        # unsharded saves two all-gathers, which overlap with computation anyway. While the plan is out of date, it is
+        # not known how much memory it leaves.
         return None if self._stale or self._free is None else self._left
 
     @property
@@ -298,7 +304,8 @@ class Activations:
         """True if all ranks choose together, for every plan, which blocks are recomputed.
 
         They do so if layers call collectives in their own forwards, because all ranks must then recompute the same
-        layers. Otherwise, the ranks choose together only for the first plan.
+        layers. Otherwise, the ranks choose together only for the first plan, and each rank makes later plans by itself.
+        (The ranks of an uneven model make even the first plan by themselves.)
         """
         return self._schedule.collective_layers
 
@@ -368,7 +375,11 @@ class Activations:
             self._plan_again(blocks, self._free)
 
     def measure(self) -> None:
-        """Recompute every block, and measure the peaks of memory, from now to the end of the next backward."""
+        """Begin a measurement: until the end of the next backward, recompute every block and measure peaks of memory.
+
+        Called in a training forward for which there is no plan yet, or whose inputs are larger than all measured ones.
+        The call itself is not collective.
+        """
         if not self.measuring:
             self.measuring, self._stale, self._recomputed = True, True, False
             self._meter.memory.reset_peak()
@@ -385,8 +396,9 @@ class Activations:
     def mark(self, recomputed: bool) -> None:
         """Record the allocator's peak since the last call, and reset it. Called in a backward while memory is measured.
 
-        If the last call had `recomputed=True`, recomputed activations of a block were alive until now, so the peak
-        counts as one of the backward. Otherwise it counts as one of the forward. The schedule is also asked to call
+        Peaks of two kinds are recorded. If the last call had `recomputed=True`, recomputed activations of a block were
+        alive until now, and the peak counts as one of the backward. Otherwise it counts as one of the forward, even if
+        it occurred in a backward, because no recomputed activations were alive. The schedule is also asked to call
         `finish_backward` at the end of this backward.
 
         recomputed: True at the start of a block's recomputation, False at the start of a block's backward.
@@ -496,7 +508,7 @@ class Activations:
             tuple(block.number for block in blocks),
         )  # fmt: skip
         agreed = agree(world, mine) if self.together else combine([mine])
-        assert agreed is not None  # because every rank passes `stepped=True`, and knows its `rooms`
+        assert agreed is not None  # None would mean that no optimizer has stepped, or a rank's `rooms` are not known
         blocks = _numbered(blocks, agreed.blocks)
         sizes = Sizes(agreed.activations, agreed.attention, [0] * len(blocks), agreed.attention_first)
         plan = make_plan(sizes, *agreed.rooms)

@@ -110,9 +110,9 @@ class _Keep(_Attention):
 
     def attend(self, function: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
         output = function(*args, **kwargs)
-        # If an argument requires a gradient, autograd keeps the output's memory, so no copy is needed. If no argument
-        # does, copy the output: the call may be in compiled code, where no tensor requires a gradient, and which may
-        # reuse the output's memory.
+        # If an argument requires a gradient, autograd saves the output for the backward of attention, so its memory
+        # stays valid without a copy. If no argument does, this may be compiled code, in which no tensor requires a
+        # gradient. Compiled code may reuse the output's memory, so copy the output.
         graph = any(isinstance(value, torch.Tensor) and value.requires_grad for value in args)
         kept = pytree.tree_map_only(torch.Tensor, detach_in_mode if graph else _copied, output)
         self._outputs.append((kept, _versions(kept)))
@@ -175,7 +175,9 @@ def keep_attention() -> Contexts:
 class AttentionMeter(_Attention):
     """Context manager that measures how many bytes the outputs of attention take, and how long attention takes.
 
-    It measures the calls of attention (without dropout) inside the context. The method `milliseconds` returns the time.
+    With use_checkpoint="auto", it tells how much memory the outputs of attention would take if they were kept, and how
+    much time this would save in recomputations. It measures the calls of attention (without dropout) inside the
+    context. The method `milliseconds` returns the time.
 
     Attributes:
         nbytes: the bytes of the outputs of all calls so far.

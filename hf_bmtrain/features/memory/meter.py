@@ -122,15 +122,15 @@ def _is_within(shapes: Shapes, measured: Shapes) -> bool:
 class MeasuredInputs:
     """Stores the input shapes of the forwards whose memory was measured, to find forwards that must be measured, too.
 
-    `cover` returns False for a forward that may need more memory than all measured forwards. With the shapes of each
-    measured forward, `add` stores how many forwards ran between the last backward and this forward. Their activations
-    were still in memory, so the measurement contains them.
+    Call `cover` before each forward: it returns False if the forward may need more memory than all measured forwards.
+    Call `add` after a forward was measured. Both take the shapes of the forward's inputs, and the number of forwards
+    that ran between the last backward and this forward. The activations of those forwards are still in memory, so the
+    measurement contains them.
     """
 
     def __init__(self) -> None:
         self._measured: list[tuple[int, Shapes]] = []
-        # A cache of `cover`: {input shapes of a forward: a number of forwards since the last backward, up to which
-        # `cover` returns True for these shapes}.
+        # A cache of `cover`. The entry {shapes: n} says that `cover(shapes, number)` is True if `number` is at most n.
         self._covered: dict[Shapes, int] = {}
 
     def add(self, shapes: Shapes, number: int = 0) -> None:
@@ -190,8 +190,8 @@ class Meter:
 
         Call it at the start of each training forward.
 
-        backwards: the number of backwards that have ended so far. A pass begins if this number differs from that of
-            the last call.
+        backwards: the number of backwards that have ended so far (`Schedule.backwards`). A pass begins if this number
+            is not the one that was passed in the previous call.
         """
         if backwards == self._backwards:
             return False

@@ -47,9 +47,12 @@ class Plan:
         """Return a table of this plan for the log.
 
         Each row is a choice, such as keeping the activations. It has the number of blocks for which the choice was
-        made, and the size of the tensors that these blocks keep, or save by recomputation, in GiB.
+        made, and a size in GiB: that of the tensors that these blocks keep or, for blocks that are recomputed, that of
+        the activations that they do not keep.
 
-        sizes, forward_room: the arguments with which `make_plan` has made this plan.
+        Args:
+            sizes: the sizes for which `make_plan` has made this plan.
+            forward_room: the free bytes at the peak in the forward, as passed to `make_plan`. The first line shows it.
         """
         rows = [
             ("keep their activations", self.kept, sizes.activations),

@@ -78,7 +78,8 @@ class Residents:
 
     Args:
         model: the wrapped model. Its blocks and flat buffers are listed now, and referenced weakly.
-        planner: the owner of this plan, of those of other models, and of the plan for use_checkpoint="auto".
+        planner: the MemoryPlanner that owns this object, the Residents of other models, and the plan for
+            use_checkpoint="auto".
     """
 
     def __init__(self, model: torch.nn.Module, planner: MemoryPlanner) -> None:

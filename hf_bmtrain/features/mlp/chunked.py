@@ -22,15 +22,18 @@ from ...engine.blocks.sharded_module import OnlyWhileSharded, extend_class
 
 
 class ChunkedMlp(OnlyWhileSharded):
-    """Base class that makes an MLP compute its tokens in chunks. `compute_in_chunks` adds it to a module's class.
+    """Base class of MLPs that compute their tokens in chunks.
+
+    `compute_in_chunks` replaces the class of an MLP by a subclass of this class and of the MLP's own class.
 
     chunks: the number of chunks.
     """
 
     chunks: ClassVar[int]
 
-    # Libraries that replace the forward of single modules, such as Liger, store a function in the module's __dict__,
-    # where it would hide a method. It does not hide a property, so it is computed in chunks too.
+    # This is a property, because libraries such as Liger replace the forward of single modules: they store a function
+    # in the module's `__dict__`. A method would be hidden by that function. A property is not hidden, so it can compute
+    # the function in chunks, too.
     @property
     def forward(self) -> Callable[..., Tensor]:
         replaced = self.__dict__.get("forward")

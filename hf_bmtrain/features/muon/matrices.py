@@ -80,14 +80,16 @@ class Matrix:
 
     @cached_property
     def counts(self) -> list[int]:
-        """For each rank, how many elements of the matrix it stores. Ranks store consecutive ranges, in rank order."""
+        """The number of elements of the matrix that each rank stores, as a list in rank order.
+
+        The elements on one rank are consecutive, and are followed by those on the next rank.
+        """
         return [max(0, stop - start) for start, stop in map(self._range, range(self._size))]
 
     def local(self, rank: int) -> tuple[int, int]:
-        """Return the range (start, stop) of those elements of the parameter on `rank` that belong to the matrix.
+        """Return where the matrix is in the local parameter of `rank` (the elements that `rank` stores): (start, stop).
 
-        The indices count the elements of the parameter that `rank` stores. Returns (0, 0) if `rank` stores no element
-        of the matrix.
+        These are indices into the local parameter. Returns (0, 0) if `rank` stores no element of the matrix.
         """
         start, stop = self._range(rank)
         first = self._layout_range(rank).tensor_start if isinstance(self.parameter, DistributedParameter) else 0

@@ -52,7 +52,8 @@ class DeviceUpdate:
             for _ in range(_BUFFERS)
         ]
         self._upload, self._update, self._download = (work_stream(device) for _ in range(3))
-        self._upload.follow()  # wait for queued work, which may still use the memory of these buffers
+        # Wait for queued work: the buffers may have memory that was freed, but that this work still uses.
+        self._upload.follow()
         self._emptied: list[Event] = [DONE] * _BUFFERS
         self._returned: dict[Chunk, Event] = {}
         self._turns = itertools.cycle(range(_BUFFERS))

@@ -229,8 +229,9 @@ class AdamOffloadOptimizer(AdamOptimizer):
         Some parameters are updated only by `step`:
 
         * parameters that are not sharded,
-        * some or all others in the first step, in the first one after a load, after a change of the set of parameters
-          that have a gradient, and if a `.grad` was replaced,
+        * all parameters, in the first step of the optimizer, and in the first step after a state was loaded,
+        * those of a flat buffer (usually a block), if other parameters of the buffer have a gradient than in the last
+          step (the next step may then update all parameters), or if the `.grad` of one of them was replaced,
         * all parameters of an uneven model (one of which ranks may enter different blocks), because a rank may still
           need a block when others have reduced its gradient.
 
@@ -374,7 +375,9 @@ class AdamOffloadOptimizer(AdamOptimizer):
             self._chunks = cut(runs, self._places, self._in_order(self._not_early()))
             self._mover = DeviceUpdate(self._chunks, self._exp_avg_dtype, runs[0].weights.device)
             for state in self._states:
-                state.uncounted = False  # because `_update` compares them
+                # Otherwise the host would compare the masters of unsharded parameters with the weights in every step.
+                # `_update` does this on the device.
+                state.uncounted = False
         return True
 
     def _kind(self, parameter: torch.nn.Parameter) -> object:

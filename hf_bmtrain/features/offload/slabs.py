@@ -81,8 +81,8 @@ def allocate_slabs(
 
     Args:
         runs: the runs (parameters that are updated together).
-        masters: for each run, the dtype in which its master weights are stored, or None if it needs none. Runs of
-            different dtypes get different slabs.
+        masters: for each run, the dtype in which its master weights are stored, or None if it needs none. Runs for
+            which this differs get different slabs.
         exp_avg_dtype: the dtype of the first moment.
 
     Returns:

@@ -99,11 +99,11 @@ class Format:
             return packed.view(-1)
         absmax = torch.cat([_blocks(chunk).abs().amax(-1) for chunk in flat.split(_CHUNK * CELL)])
         if not absmax.isfinite().all():
-            raise ValueError("the tensor contains inf or NaN (check the checkpoint from which it was loaded)")
+            raise ValueError("the weight contains inf or NaN (check the checkpoint from which it was loaded)")
         scales = self._put_scales(packed[:, self._codes :], absmax, -(-len(flat) // BLOCK))
         if not (scales if self.values else scales * _FP8_MOST).to(values.dtype).isfinite().all():
             raise ValueError(
-                f"the tensor has elements so large (up to {absmax.max().item():.6g}) that quantization would round "
+                f"the weight has elements so large (up to {absmax.max().item():.6g}) that quantization would round "
                 f"them to values that overflow {values.dtype}"
             )
         for number, chunk in enumerate(flat.split(_CHUNK * CELL)):
@@ -173,10 +173,10 @@ class Format:
         Args:
             numel: the number of elements.
             codes: uint8, two elements per byte, the first one in the upper half.
-            scales: one per 64 elements: float32 or, if compressed, uint8 indices into the 256 `dynamic_values`.
-            factors: for compressed scales, the float32 factors of their dynamic values, one per 256 scales; otherwise
-                None.
-            mean: for compressed scales, the float32 number that is then added to all of them; otherwise None.
+            scales: one per 64 elements: float32 or, if compressed, uint8. A compressed scale i represents the number
+                `dynamic_values[i] * factor + mean`.
+            factors: for compressed scales, one float32 factor for each 256 consecutive scales; otherwise None.
+            mean: for compressed scales, the float32 mean of the tensor's scales; otherwise None.
 
         Returns:
             (cells * cell_bytes,) uint8, in new memory. Each cell contains the codes and scales of CELL (16,384)
@@ -312,7 +312,7 @@ def variants(arch: int) -> list[Variant]:
     A variant is a combination of macro definitions. Tests use this function to compile every variant. Training compiles
     only those that it launches.
 
-    arch: the GPU's compute capability (90 is 9.0). Not used, because the variants are the same for all GPUs. In other
-        modules with a function of this name, they may depend on it.
+    arch: the GPU's compute capability (90 is 9.0). Not used here, because the variants are the same for all GPUs. Some
+        other modules have a function `variants` whose result depends on it.
     """
     return [variant(form, dtype) for form in FORMATS.values() for dtype in C_NAMES]

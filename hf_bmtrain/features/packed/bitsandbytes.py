@@ -30,7 +30,10 @@ _LOAD = (
 class Linear4bit(torch.nn.Linear):
     """The class that replaces bitsandbytes' Linear4bit in a sharded model. It computes with the dequantized weight.
 
-    compute_dtype: the dtype of the computation; None uses the dtype of the input.
+    `adopt_quantized` sets existing layers to this class, so they keep their attributes, and no constructor is called.
+
+    Attributes:
+        compute_dtype: the dtype of the computation, set by bitsandbytes; None uses the dtype of the input.
     """
 
     compute_dtype: torch.dtype | None
@@ -108,8 +111,8 @@ def adopt_quantized(model: torch.nn.Module, blocks: Chain, outside: Chain, devic
         _log.warning(
             "%d weights that bitsandbytes has quantized, such as '%s', are outside the model's blocks (transformer "
             "layers) or shared by several of them, so they are dequantized. To load them unquantized, list their "
-            "modules in llm_int8_skip_modules of BitsAndBytesConfig. To keep those outside blocks in 4 bits, pass "
-            "auto_wrap(model, blocks=[...]) a list that contains the model's blocks and also these modules.",
+            "modules in llm_int8_skip_modules of BitsAndBytesConfig. To keep those outside blocks in 4 bits, list "
+            "their modules, in addition to the model's blocks, in auto_wrap(model, blocks=[...]).",
             len(unpacked), unpacked[0],
         )  # fmt: skip
     if found:

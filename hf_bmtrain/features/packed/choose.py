@@ -43,7 +43,8 @@ def choose_quantized(model: torch.nn.Module, blocks: Chain, without: set[int], n
     trained = 0
     paths = {module: path for path, module in model.named_modules()}
     for module, key, parameter in find_places(module for block in blocks for module in block.modules()):
-        if paths[module].removesuffix(".base_layer").rpartition(".")[2] in _ROUTERS:  # PEFT moves it into base_layer
+        # PEFT moves an adapted router to the entry `base_layer` of a new module, which gets the router's old name.
+        if paths[module].removesuffix(".base_layer").rpartition(".")[2] in _ROUTERS:
             continue
         if _holds_matrices(module, key, parameter) and id(parameter) not in without:
             trained += parameter.requires_grad

@@ -251,9 +251,10 @@ class QuantizedParameter(DistributedParameter):
 
 
 class UnpackedSlice(ShardTensor):
-    """This rank's elements of a quantized parameter after unpacking, or a view of them.
+    """This rank's elements of a quantized parameter, unpacked into new memory, or a view of them.
 
-    A write raises RuntimeError, because it would change only this copy and not the parameter.
+    `parameter.detach()`, `parameter.data`, and torch functions that return a view of the parameter's elements, return
+    this class. A write raises RuntimeError, because it would change only this copy and not the parameter.
     """
 
     @classmethod

@@ -37,7 +37,7 @@ def watched_modules(model: torch.nn.Module) -> dict[str, torch.nn.Module]:
 
 @contextmanager
 def recorded(modules: dict[str, torch.nn.Module], schedule: Schedule) -> Iterator[Outputs]:
-    """Return a context that records the outputs of `modules` in forwards, but not in recomputations.
+    """Context manager inside which the outputs of `modules` are recorded in forwards, but not in recomputations.
 
     Args:
         modules: the modules to record, by name.

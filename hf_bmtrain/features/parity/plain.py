@@ -37,8 +37,9 @@ def gather_full_params(model: torch.nn.Module) -> Wholes:
 def shown_plain(model: torch.nn.Module, full_params: Wholes) -> Iterator[None]:
     """Return a context manager that makes `model` run its original code with `full_params` as its weights.
 
-    In the context, the model performs no all-gathers, reductions or recomputations, and compiled blocks run without
-    compilation.
+    `check_parity` uses it to compute the results of plain torch, with which it compares those of the sharded model. In
+    the context, the model performs no all-gathers, reductions or recomputations, and compiled blocks run without
+    compilation. Modules have full parameters then, so `save_pretrained` also runs in this context.
 
     Args:
         model: the wrapped model.

@@ -48,7 +48,10 @@ class TrainingState:
 
     @torch.no_grad()
     def restore(self, weights: bool) -> None:
-        """Restore the saved gradients, buffers, attributes and random generators, and which blocks are recomputed.
+        """Restore the model and the random generators to their state before this object was created.
+
+        This restores gradients, buffers and attributes, and lets each block decide again as before whether to recompute
+        its forward. If a backward has failed, its gradients are dropped first.
 
         weights: whether to restore the weights too, which is needed only if they may have been written.
         """

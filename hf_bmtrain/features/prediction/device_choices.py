@@ -30,8 +30,9 @@ def cuda_choices() -> Iterator[None]:
     library.impl("_softmax_backward_data", _softmax_backward, "AutogradMeta")
     make = torch.autocast.__init__
 
-    # This replaces the constructor of torch.autocast. PEFT calls it to disable autocast around adapters on fused
-    # experts. A sharded model calls it to enable autocast if the program has an Accelerator with mixed precision.
+    # This replaces the constructor of torch.autocast, which raises an error for the meta device. The simulated forward
+    # may call it: PEFT disables autocast around adapters on fused experts, and a sharded model enables autocast if the
+    # program has an Accelerator with mixed precision.
     def without_meta(self, device_type, dtype=None, enabled=True, cache_enabled=None) -> None:
         meta = device_type == "meta"
         if meta and enabled:

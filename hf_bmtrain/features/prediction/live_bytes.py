@@ -160,11 +160,14 @@ class LiveBytes(TorchDispatchMode):
 
 
 def workspace(function: Any, args: tuple) -> int:
-    """Return the bytes of the workspace that an operation on CUDA allocates, and frees before it returns; often 0.
+    """Return the size in bytes of the temporary memory that an operation would allocate and free again on CUDA.
+
+    Called for each operation on the meta device, where no such memory (workspace) is allocated. The size is computed
+    from the shapes of the arguments. It is 0 for all operators except the backwards of attention.
 
     Args:
-        function: the operator.
-        args: its positional arguments.
+        function: the operator, such as `torch.ops.aten.mm.default`.
+        args: the positional arguments of the operation.
     """
     if function is _aten._scaled_dot_product_flash_attention_backward.default:
         query, key = args[1], args[2]

@@ -70,7 +70,10 @@ class Prediction:
 
     @property
     def device(self) -> int:
-        """The bytes used on the device at the peak. Fragmentation of the allocator would add to this number."""
+        """The bytes used on the device at the peak of the step: all tensors, and the CUDA context and libraries.
+
+        This is the sum of `peak` and `context`. Fragmentation of torch's allocator may take additional memory.
+        """
         return self.peak + self.context
 
     def __str__(self) -> str:

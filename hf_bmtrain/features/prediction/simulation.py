@@ -40,7 +40,8 @@ class Simulated:
             state. A purpose says what the memory is used for, such as "gradient" (see `prediction.ROWS`). The purposes
             of other storages are not known.
         host: the bytes of page-locked host memory.
-        mapped: the bytes that are outside torch's allocator in real training. `changes` includes them.
+        mapped: the bytes of shards and received gradients that real training allocates outside torch's allocator, in
+            memory that other ranks on the host access. `changes` includes them.
         phases: the phases (forward, backward, optimizer) of the last step.
         kept: for each block, whether it keeps its activations, which are then not recomputed.
     """

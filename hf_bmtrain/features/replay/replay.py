@@ -75,7 +75,9 @@ class Replay:
 
     @contextmanager
     def record(self, args: tuple, kwargs: dict[str, Any]) -> Iterator[Snapshot]:
-        """Save the layer's state for a recomputation of the forward that runs inside this context.
+        """Context manager that saves the layer's state before a forward, so that the forward can be recomputed later.
+
+        The forward must run inside the context.
 
         Args:
             args: the positional arguments of the forward. Containers among them are saved too.
@@ -85,8 +87,9 @@ class Replay:
             A context manager that yields the snapshot for `restore`. The snapshot is complete when the context ends.
 
         Raises:
-            RuntimeError: at the end of the context, if the forward changed a buffer that was not copied. After the
-                first forward in each mode (training, evaluation), only the buffers that it changed are copied.
+            RuntimeError: at the end of the context, if the forward changed a buffer that was not copied. The layer's
+                first forward in each mode (training, evaluation) copies all buffers. Later ones copy only the buffers
+                that the first one changed.
         """
         keep_scripts()
         training = self._layer.training
@@ -220,12 +223,12 @@ class Snapshot:
         self._restore_others()
 
     def show(self) -> Callable[[], None]:
-        """Put the saved state into the modules for the time of a recomputation. Return a function that undoes this.
+        """Put the saved state into the modules before a recomputation, and return a function that undoes this after it.
 
-        `Replay.restore` calls this. Unlike `Snapshot.restore`, it does not write to the modules' present buffers, which
-        autograd may have saved for backward: until the returned function is called, the modules have copies of the
-        saved buffers as new tensors. The returned function puts back the buffers, attributes, items of containers and
-        states of generators from before the call.
+        `Replay.restore` calls this. The modules get new buffer tensors with the saved values. Their present buffers are
+        not overwritten (as `Snapshot.restore` would do), because autograd may have saved them for backward. The
+        returned function puts back the buffers, attributes, items of containers and states of generators that were
+        present before this call.
         """
         present = []
         for buffers, copies in self.buffers:
@@ -386,7 +389,8 @@ class Attributes:
     def is_present(self) -> bool:
         """Return whether all attributes, and all items of containers in them, are still the objects that were saved.
 
-        Then nothing needs to be restored, and the copy need not be made again. Objects are compared by identity.
+        Objects are compared by identity, which is faster than to copy them. If the result is True, `restore` would
+        change nothing, and this object can be used again for the next forward instead of a new copy.
         """
         known, values = self._values, self._read()
         assert known is not None
@@ -469,11 +473,13 @@ def keep_scripts() -> None:
 
 
 def ends_recomputation(error: RuntimeError) -> bool:
-    """Return whether `error` is the exception by which torch ends a recomputation early, converted by TorchScript.
+    """Return whether `error` only means that torch has ended a recomputation early, inside a TorchScript function.
 
-    torch raises that exception, without a message, once all tensors are recomputed. TorchScript converts every
-    exception into a RuntimeError that contains a stack trace and the original message, which is empty in this case. If
-    an unrelated error looked the same, torch would report afterwards that recomputed tensors are missing.
+    torch's checkpoint ends a recomputation once all tensors are recomputed: it raises an exception without a message,
+    and catches it. A TorchScript function converts this exception into a RuntimeError, which torch does not catch and
+    `Replay.restore` therefore suppresses. The RuntimeError contains a stack trace and the original message, which is
+    empty. If an unrelated error looked the same and was suppressed, torch would raise an error afterwards, because
+    recomputed tensors are missing.
     """
     message = str(error)
     return "TorchScript interpreter" in message and message.rstrip().endswith("RuntimeError:")

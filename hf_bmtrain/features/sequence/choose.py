@@ -116,11 +116,14 @@ def sets_shape(trunk: torch.nn.Module) -> bool:
 def loss_kind(model: Any) -> str | None:
     """Return which kind of loss the forward of `model` computes from labels.
 
+    The kind determines how the labels are divided among the ranks, and how the ranks' losses are combined.
+    `num_items_in_batch` is the argument of a forward by which transformers' losses divide the sum over labels.
+
     Returns:
         "shifted": transformers' causal loss, which shifts `labels` by one, or uses the shifted labels `shift_labels`.
         "plain": another loss of transformers, which does not shift the labels and takes `num_items_in_batch`.
-        "mean": the mean over labels that are not shifted, which ignores `num_items_in_batch`: torch's CrossEntropyLoss,
-            or a loss of transformers to which the forward does not pass its keyword arguments.
+        "mean": the mean over labels that are not shifted. `num_items_in_batch` has no effect, because the loss is
+            torch's CrossEntropyLoss, or the forward does not pass its `**kwargs` to the loss of transformers.
         None: any other loss, which is not supported.
     """
     forward = inspect.unwrap(type(model).forward)
@@ -181,8 +184,8 @@ def _scores(model: Any) -> bool:
     Sequence parallelism does not support such models.
     """
     name = type(model).__name__
-    # A model without a head has one output for each token, except for models like CLIP, which have one for a whole row.
-    # Such models have one of these attributes.
+    # A model without a head has one output for each token. Exceptions are models like CLIP, which have one output for a
+    # whole row, and can be recognized by one of these attributes.
     if "For" not in name and "LMHead" not in name:
         return any(hasattr(model, each) for each in ("logit_scale", "text_projection"))
     head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None

@@ -29,8 +29,9 @@ def heads_from_rows(parts: Parts, heads: Division, *tensors: Tensor) -> tuple[Te
 
     Args:
         parts: the division of the tokens of a row (sequence).
-        heads: for each tensor, the heads of each rank. Several ranks may have the same head.
-        *tensors: (this rank's tokens, rows, all heads, d), of one dtype; d may differ between them.
+        heads: for each tensor, the range of attention heads of each rank. Several ranks may have the same head, for
+            example if there are fewer key-value heads than ranks.
+        *tensors: (this rank's tokens, rows, all heads, d), of one dtype. The head size d may differ between them.
 
     Returns:
         For each tensor, (all tokens, rows, this rank's heads, d). The results are views of one buffer.
@@ -45,8 +46,8 @@ def rows_from_heads(parts: Parts, heads: Sequence[range], tensor: Tensor) -> Ten
 
     Args:
         parts: the division of the tokens of a row (sequence).
-        heads: the heads of each rank; no two ranks have the same head.
-        tensor: (all tokens, rows, this rank's heads, d).
+        heads: the range of attention heads of each rank; no two ranks have the same head.
+        tensor: (all tokens, rows, this rank's heads, d), where d is the size of a head.
 
     Returns:
         (this rank's tokens, rows, all heads, d)

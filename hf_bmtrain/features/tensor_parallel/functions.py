@@ -116,7 +116,7 @@ def _rows_of_sum(grid: Grid, x: Tensor) -> Tensor:
         raise ValueError(
             f"the {x.shape[0]} rows (dimension 0) of a tensor of shape {tuple(x.shape)} cannot be divided between the "
             f"{grid.size} ranks of a tensor-parallel group. Pad them to a multiple of tp_size, or pass "
-            "all_reduce_output=True."
+            "all_reduce_output=True to the RowParallelLinear."
         )
     every = x.detach().contiguous()
     rows = every.new_empty((x.shape[0] // grid.size, *x.shape[1:]))

@@ -38,12 +38,12 @@ def make_grid(rank: int, ranks: int, size: int, open_group: OpenGroup) -> Grid:
 class Groups:
     """Defines which ranks shard a parameter with `tp_mode=True`, and over which ranks its gradient is averaged.
 
-    There are two cases:
+    `tp_mode` is an argument of DistributedParameter. True means that the ranks of a tensor-parallel group use the
+    parameter for the same rows of the batch. There are two cases:
 
     * The parameter is a part of a tensor that is split over a tensor-parallel group. It is sharded, and its gradient is
       averaged, over the ranks that have the same part: one in each group.
-    * The parameter is not split, and all ranks of a group apply it to the same rows of the batch. It is sharded, and
-      its gradient is averaged, over all ranks.
+    * The parameter is not split. It is sharded, and its gradient is averaged, over all ranks.
 
     Args:
         grid: the tensor-parallel groups.
@@ -95,8 +95,9 @@ class Groups:
 class SameRows(StorageKind):
     """The StorageKind (how to shard) of unsplit parameters with `tp_mode=True`.
 
-    All ranks of a tensor-parallel group use these parameters for the same rows of the batch. They are sharded over all
-    ranks, and their gradients are averaged over all ranks.
+    `tp_mode`, an argument of DistributedParameter, says that all ranks of a tensor-parallel group use the parameter for
+    the same rows of the batch. These parameters are sharded over all ranks, and their gradients are averaged over all
+    ranks.
     """
 
     groups: Groups

@@ -307,10 +307,11 @@ class VPEmbedding(DistributedModule):
             projection: whether `x` is hidden states to project, instead of tokens to look up.
 
         Returns:
-            The embeddings of `x`, (n, ..., embedding_size). With `projection`, the logits of this rank's tokens, which
-            are vocab_size / tp_size consecutive ones: (n, ..., vocab_size / tp_size) if `same_rows` is True. Otherwise
-            the rows of all ranks of the tensor-parallel group are projected, in rank order: (tp_size · n, ...,
-            vocab_size / tp_size).
+            Without `projection`, the embeddings of `x`, (n, ..., embedding_size).
+            With `projection`, logits for this rank's part of the vocabulary, vocab_size / tp_size consecutive tokens.
+            If the layer was created with same_rows=True, they are (n, ..., vocab_size / tp_size), for the rows of `x`.
+            Otherwise they are (tp_size · n, ..., vocab_size / tp_size), for the rows of all ranks of the
+            tensor-parallel group, in rank order.
         """
         grid = current_world().grid
         if projection:

@@ -33,8 +33,13 @@ applied to each attention head."""
 
 
 def has_parts(model: torch.nn.Module) -> bool:
-    """Return whether some of the model's parameters are already parts of tensors that tensor parallelism has split."""
-    # Check the attribute and not the class, because a deep copy of a split parameter is a plain Parameter with it.
+    """Return whether layers of the model are already split over a tensor-parallel group.
+
+    This is so if the model contains layers such as bmt.nn.ColumnParallelLinear, or is a copy of a model that
+    `auto_wrap` has split. Such a model is not split again by its tensor-parallel plan.
+    """
+    # Check the attribute and not the class, because a deep copy of a split parameter is a plain Parameter, but has the
+    # attribute.
     return any(isinstance(getattr(each, "storage_kind", None), Part) for each in model.parameters())
 
 
@@ -122,7 +127,8 @@ class SplitByPlan(Extension):
 
     def connect(self, plan: WrapPlan) -> None:
         grid = plan.world.grid
-        # A copy of a split model was split before, so that `choose` has chosen no modules.
+        # Look for the hooks of split layers, not at `self._modules`: in a copy of a split model, whose layers are split
+        # already, `choose` has chosen no modules.
         split = any(
             _share_input in each._forward_pre_hooks.values() or _add_outputs in each._forward_hooks.values()
             for each in plan.model.modules()

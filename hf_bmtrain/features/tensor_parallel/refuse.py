@@ -13,8 +13,9 @@ from .plan import has_parts, has_plan
 class TensorParallel(Extension):
     """Refuses models without layers to split, and arguments of `auto_wrap` that do not work with `tp_size`.
 
-    Extensions are objects whose methods `auto_wrap` calls while it wraps a model. With `tp_size`, this one also notes
-    in the schedule that layers issue collectives in their forwards.
+    Extensions are objects whose methods `auto_wrap` calls while it wraps a model. With `tp_size`, this one also sets
+    `Schedule.collective_layers`, because layers then issue collectives in their forwards. A recomputation repeats these
+    collectives, so the ranks must recompute the same forwards.
 
     Args:
         options: the options of `auto_wrap`.

@@ -91,8 +91,8 @@ class SameRowsCheck(Observer):
             )
             if len(equal) == undeclared > 1:
                 raise RuntimeError(told)
-            # Only warn, because tp_mode may be right: with a loss such as y.sum(), the gradients of a bias are equal
-            # even if the ranks use different rows.
+            # Only warn, because tp_mode may have been left out rightly: with a loss such as y.sum(), the gradients of a
+            # bias are equal even if the ranks use different rows.
             if self._world.rank == 0:
                 _log.warning("%s", told)
         if unlike:

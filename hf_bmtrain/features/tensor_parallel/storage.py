@@ -9,15 +9,14 @@ from ...engine.sharding.storage import Storage, StorageKind
 
 
 class WholeStorage(Storage):
-    """Storage (how shards are kept and sent) of parameters with `tp_mode=True` that are not split.
+    """Storage (how shards are kept and sent) of unsplit parameters that were created with `tp_mode=True`.
 
-    All ranks of a tensor-parallel group use these parameters for the same rows of the batch. Their elements are stored
-    unchanged, as in `Storage`. This class only remembers `kind`. Full copies of the parameters, such as those in a deep
-    copy of the model, take it over. When the copies are sharded, their gradients are therefore averaged over the same
-    ranks as those of the originals.
+    With `tp_mode=True`, all ranks of a tensor-parallel group use a parameter for the same rows of the batch. Its
+    elements are stored unchanged, as in `Storage`, from which this class differs only in its attribute `kind`.
 
     Args:
-        kind: the StorageKind that made this storage.
+        kind: the StorageKind that made this storage. If a full copy of a parameter is sharded (for example, in a deep
+            copy of the model), the copy gets this kind too, so that its gradient is averaged over the same ranks.
     """
 
     def __init__(self, kind: StorageKind) -> None:
@@ -30,8 +29,8 @@ class PartStorage(WholeStorage):
     It stores the elements of this rank's part unchanged, and converts parts to and from whole tensors for checkpoints.
 
     Args:
-        kind: the StorageKind that made this storage. Full copies of the parameters, such as those in a deep copy of the
-            model, take it over, so that they are sharded like the originals.
+        kind: the StorageKind that made this storage. If a full copy of a parameter is sharded (for example, in a deep
+            copy of the model), the copy gets this kind too, so that it is sharded over the same ranks.
         grid: the tensor-parallel groups. Each rank of a group has one part.
         dim: the dimension on which the whole tensors are split.
     """
@@ -74,7 +73,8 @@ class PartStorage(WholeStorage):
         shape = self.whole_shape(index)
         if whole.shape != shape:
             raise ValueError(
-                f"the tensor to split must have shape {tuple(shape)}, that of the whole parameter, of which each of "
-                f"{self.grid.size} ranks (tp_size) takes a part, but it has shape {tuple(whole.shape)}"
+                f"A tensor for this parameter must have the whole shape {tuple(shape)}, from which each of the "
+                f"{self.grid.size} ranks of a tensor-parallel group (tp_size) takes its part, but it has shape "
+                f"{tuple(whole.shape)}. Pass the whole tensor on every rank, not a part of it."
             )
         return whole.chunk(self.grid.size, self.dim)[self.grid.place]

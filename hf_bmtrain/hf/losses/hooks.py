@@ -94,10 +94,11 @@ def hook_loss(
 
 @contextmanager
 def labels_uncounted(model: Any) -> Iterator[None]:
-    """Make the loss hooks of `model` count all labels as ignored in this context, in which the forward gets them.
+    """Context manager inside which the loss hooks of `model` count all labels as ignored.
 
-    A rank without rows of its own must run the forward, but its labels may not count. They are not set to -100 for
-    the forward, because not every loss ignores such labels: it may index by them, or be 0 / 0, with gradients of nan.
+    A rank without rows of its own must run the forward with other rows, but their labels may not count. The forward
+    itself gets these labels unchanged. They are not set to -100, because not every loss ignores such labels: it may
+    index by them, or be 0 / 0, with gradients of nan.
     """
     record = vars(base_of(model))
     record[_UNCOUNTED] = True

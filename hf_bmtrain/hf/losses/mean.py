@@ -60,10 +60,10 @@ def follow_mean_loss(model: Any, args: Any) -> None:
             return loss
         if model.training and args.gradient_accumulation_steps > 1 and not warned and world.rank == 0:
             _log.warning(
-                "the loss of %s is a mean that ignores num_items_in_batch, so Trainer adds up the losses of the %d "
-                "micro-batches of a step instead of averaging them, as it also does without hf_bmtrain. The logged "
-                "loss and the gradients are %d times as large. To average them, set trainer.model_accepts_loss_kwargs "
-                "= False before train()",
+                "the loss of %s is a mean that ignores num_items_in_batch, but Trainer adds up the losses of the %d "
+                "micro-batches of a step, and does not average them (with or without hf_bmtrain). So the logged loss "
+                "and the gradients are %d times those of the average. To average the losses, set "
+                "trainer.model_accepts_loss_kwargs = False before train()",
                 type(base).__name__, args.gradient_accumulation_steps, args.gradient_accumulation_steps,
             )  # fmt: skip
             warned = True

@@ -44,11 +44,13 @@ def follow_short_batch(trainer: transformers.Trainer) -> None:
         left, groups = _rows_left(trainer), world.size // ranks_per_row(trainer.model)
         group = world.rank // ranks_per_row(trainer.model)
         # For TRL's SFTTrainer, ignore the labels of repeated rows, and average the loss over the labels of all ranks.
-        # When repeated rows are ignored, here or below, `left` is set to None: no other correction is needed then.
+        # `left`, the number of rows without repeated ones, is then set to None, as for a full batch: the rows of this
+        # batch need no other correction.
         of_labels = is_sft(trainer, inputs)
         if of_labels and left is not None and left > 0 and find_batch_size(inputs) == _rows_of_rank(trainer):
             inputs, left = _ignore_repeated(inputs, left - group * _rows_of_rank(trainer)), None
-        # If a collator has concatenated the rows, also ignore the labels of repeated rows.
+        # If a collator has concatenated this rank's rows into one, also ignore the labels of repeated rows, and set
+        # `left` to None.
         flattened = left is not None and left > 0 and _is_flattened(trainer, inputs)
         if flattened:
             own = _ignore_flattened(trainer, inputs, left or 0, of_labels)
@@ -95,15 +97,17 @@ def follow_short_batch(trainer: transformers.Trainer) -> None:
 
     def prediction_step(model: Any, inputs: Any, prediction_loss_only: bool, ignore_keys: Any = None) -> Any:
         accelerator = trainer.accelerator
-        if trainer.gather_function == accelerator.gather:  # Seq2SeqTrainer sets it; `gather` keeps repeated rows
+        # Seq2SeqTrainer sets `gather`, which keeps the repeated rows of logits and labels. Use it only for the loss.
+        if trainer.gather_function == accelerator.gather:
             trainer.gather_function = _GatherRows(  # pyright: ignore[reportAttributeAccessIssue]
                 accelerator, accelerator.gather
             )
         elif accelerator.split_batches and not isinstance(trainer.gather_function, _GatherRows):
-            # Trainer averages the losses of batches after copying each loss once per row. With split_batches, each rank
-            # makes a copy for each row of all ranks, which is too many. For the short last batch, Accelerate then drops
-            # copies until there is one per row. For full batches, it drops none, so the last batch would weigh too
-            # little. Therefore keep, on each rank, only as many copies as the rank has rows in a full batch.
+            # Trainer copies the loss of each batch, gathers the copies, and later averages over those of all batches.
+            # So their number is the weight of a batch, and should be its number of rows. With split_batches, each rank
+            # makes a copy for each row of all ranks, which is too many. Accelerate corrects this only for a short last
+            # batch, which would then weigh too little. So keep, on each rank, a copy for each of its rows in a full
+            # batch.
             trainer.gather_function = _GatherRows(  # pyright: ignore[reportAttributeAccessIssue]
                 accelerator, lambda losses: accelerator.gather_for_metrics(losses[: _rows_of_rank(trainer)])
             )
@@ -142,7 +146,11 @@ class _GatherRows:
 
 
 def is_sft(trainer: transformers.Trainer, inputs: Any) -> bool:
-    """Return whether TRL's SFTTrainer computes the loss of `inputs`, as a mean over this rank's labels."""
+    """Return whether TRL's SFTTrainer computes the loss of `inputs`. It is then a mean over this rank's labels.
+
+    To exclude rows from such a loss, callers set their labels to -100. False if a subclass or a `compute_loss_func`
+    computes the loss, or if `inputs` has no labels.
+    """
     methods = (type(trainer).compute_loss, type(trainer).prediction_step)
     own = all(method.__module__ == "trl.trainer.sft_trainer" for method in methods)
     return own and trainer.compute_loss_func is None and isinstance(inputs.get("labels"), torch.Tensor)
@@ -272,7 +280,7 @@ def _loss_of_rows(
             loss: Any = trainer.compute_loss(model, prepared, num_items_in_batch=count)
     # If `counted`, the loss of a rank is its sum over tokens, divided by the tokens of all ranks and multiplied by the
     # number of ranks, so the loss of the batch is the mean over ranks. Otherwise, the loss of a rank is the mean over
-    # its own rows, and counts in proportion to their number.
+    # its own rows, and counts in proportion to their number. `shared` ranks have the same rows, which count once.
     counted = count is not None and trainer.args.average_tokens_across_devices
     share = 1 / world.size if counted else mine / left / shared
     total = loss.detach().double().mean().reshape(1) * share if mine else torch.zeros(1, dtype=torch.float64)
@@ -332,9 +340,13 @@ def _pair(inputs: Any, row: int, size: int) -> dict[str, Any] | None:
 
 
 def computes_loss(trainer: transformers.Trainer) -> bool:
-    """Return whether `trainer` computes losses by transformers' own methods, which also work for part of a batch."""
+    """Return whether `trainer` computes losses by transformers' own methods, which also work for part of a batch.
+
+    Callers then remove repeated rows from a batch before its loss is computed. Methods of other classes may need full
+    batches. Also False for segmentation models, whose losses do not ignore labels of -100.
+    """
     if hasattr(getattr(trainer.model, "config", None), "semantic_loss_ignore_index"):
-        return False  # segmentation losses do not ignore labels of -100, to which those of repeated rows would be set
+        return False  # the labels of repeated rows may be set to -100, which segmentation losses do not ignore
     methods = (type(trainer).compute_loss, type(trainer).prediction_step)
     return all(method.__module__.split(".")[0] == "transformers" for method in methods)
 
@@ -344,7 +356,8 @@ def first_rows(inputs: Any, rows: int | None, kept: int) -> dict[str, Any] | Non
 
     Args:
         inputs: the inputs of a forward. Values that are not tensors, lists or tuples stay as they are.
-        rows: the number of rows (the size of dimension 0) of `inputs`; None if it is unknown.
+        rows: the number of rows (the size of dimension 0) of `inputs`. If it is unknown, None, which no tensor or list
+            has.
         kept: the number of rows to keep.
     """
     found = {}

@@ -168,7 +168,8 @@ def _shorten(
     mine = min(max(left - group * rows, 0), rows)
     reason, shortened = _reason(trainer, inputs, left, mine, found, size), None
     counted = "labels" in inputs and trainer.model_accepts_loss_kwargs
-    # SFTTrainer's loss ignores labels of -100, and its metrics must not count the labels of repeated rows.
+    # If this rank has only repeated rows, the forward gets their labels (see `_Short`), which loss hooks do not count.
+    # With SFTTrainer, it gets labels of -100: the loss ignores them, and the metrics must not count repeated rows.
     labels = inputs["labels"] if counted and mine == 0 and not is_sft(trainer, inputs) else None
     if not reason and starts is not None:
         end = int(starts[mine]) if mine < rows else None

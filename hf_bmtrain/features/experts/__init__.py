@@ -4,14 +4,16 @@ In the implementation "grouped_mm" of transformers, each token has one row for e
 rows by expert, and another indexing restores the order of the outputs. The backward of torch's indexing sorts the rows
 again, to sum the gradients of equal indices, although no index occurs twice. The functions of this folder permute the
 rows instead. The backward of a permutation is the inverse permutation, after which the gradients of each token's k rows
-are adjacent, so that a plain sum adds them. The outputs equal those of transformers bit for bit, unless the block is
-compiled.
+are adjacent, so that a plain sum adds them. On a GPU, kernels compute these sums and the SiLU gates of experts. They
+round each result once, where transformers also rounds products and gates to 16 bits. On the CPU, outputs equal those of
+transformers bit for bit, unless the block is compiled.
 
 The faster forward replaces `experts_implementation="grouped_mm"` in blocks (the transformer layers that `auto_wrap`
 shards). Transformers' own code still runs with other values of `experts_implementation`, in evaluation, with expert
 parallelism, and outside blocks.
 
-Files: `sorted` contains the experts' forward, also with LoRA adapters. `products` contains the grouped products.
+Files: `sorted` contains the experts' forward, also with LoRA adapters. `products` contains the grouped products,
+`arithmetic` the sums and gates.
 """
 
 from __future__ import annotations

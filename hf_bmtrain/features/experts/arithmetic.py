@@ -43,8 +43,8 @@ def variants(arch: int) -> list[Variant]:
     arch: the GPU's compute capability (90 is 9.0), on which the variants of other modules may depend. Here it has no
         effect.
     """
-    sums = [(rows, out) for rows in C_NAMES for out in dict.fromkeys((rows, torch.float32))]
-    return [variant(rows, out, weighted) for rows, out in sums for weighted in (False, True)]
+    plain = [variant(rows, rows, weighted) for rows in C_NAMES for weighted in (False, True)]
+    return plain + [variant(rows, torch.float32, True) for rows in C_NAMES if rows != torch.float32]
 
 
 def _operator(schema: str, fake: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:

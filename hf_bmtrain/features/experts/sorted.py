@@ -268,7 +268,8 @@ def _sum_of_each_token(rows: Tensor, places: Tensor, weights: Tensor | None = No
     """
     # In a compiled forward, Inductor fuses the sum with what follows it. In a backward, a norm's reduction follows, for
     # which the fused kernel would read all rows twice. So there the sum stays by itself.
-    if serves(rows) and (weights is None or not torch.compiler.is_compiling()):
+    alone = weights is None or not torch.compiler.is_compiling() and weights.dtype != torch.float64
+    if alone and serves(rows):
         return sum_rows(rows, places, weights)
     if not torch.compiler.is_compiling():
         found = rows.index_select(0, places.view(-1)).view(*places.shape, rows.shape[1])

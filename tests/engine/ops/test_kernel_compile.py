@@ -62,6 +62,11 @@ def ask_for_everything() -> None:
                 float8.quantize_rows, float8.quantize_both, float8.quantize_full, float8.quantize_transposed,
             ):  # fmt: skip
                 attempt(function, place(torch.ones(shape, dtype=dtype)))
+        rows, order = place(torch.ones(4, n, dtype=dtype)), place(torch.arange(4))
+        if experts.serves(rows):
+            for weight in (*DTYPES[:3], None):
+                weights = None if weight is None else place(torch.ones(2, 2, dtype=weight))
+                experts.sum_rows(rows, order.view(2, 2), weights)
         for ranges in ([(0, 32), (48, n)], [(0, 3), (5, n)]):
             pieces = float8.Pieces(ranges, dtype, torch.device("cpu"))
             bits, codes = (place(torch.zeros(k, dtype=kind)) for k, kind in ((2, torch.int32), (n, torch.uint8)))

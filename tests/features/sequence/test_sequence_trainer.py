@@ -186,7 +186,7 @@ def test_later_models_with_rows_of_their_own(folder):
     with log_lines() as messages:
         alone = bmt.auto_wrap(MODELS["llama"]())
     assert batches() == everyone
-    assert ["groups of 2 ranks" in message for message in messages] == [True] * (bmt.rank() == 0)
+    assert ["all 2 ranks of a group" in message for message in messages] == [True] * (bmt.rank() == 0)
     seen = Seen(alone)  # Trainer knows whose batches these are
     transformers.Trainer(alone, args, train_dataset=rows(4), callbacks=[bmt.hf.BMTrainCallback()]).train()
     ids = bmt.current_world().gather_objects([batch[0].tolist() for batch in seen.batches])

@@ -207,7 +207,7 @@ def _ranks(comm: Any) -> _Ranks:
 def _check_tensor(function: str, name: str, x: Any) -> None:
     """Raise ValueError if `x` is not a tensor, or is on the meta device. The message names `function` and `name`."""
     if not isinstance(x, torch.Tensor):
-        raise ValueError(f"{function}: {name} must be a tensor, not a {type(x).__name__}. Pass torch.tensor({name}).")
+        raise ValueError(f"{function}: {name} must be a tensor, got type {type(x).__name__}: pass torch.tensor({name})")
     if x.is_meta:
         raise ValueError(
             f"{function}: {name} is on the meta device, so it has no values. Pass a tensor on a real device."

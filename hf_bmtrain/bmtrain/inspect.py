@@ -172,7 +172,7 @@ class InspectTensor:
         Args:
             x: the tensor. The record refers to `x` itself, not to a copy.
             name: its name.
-            group: a prefix of its name in the summary, or None.
+            group: a prefix of its name in the summary; None for no prefix.
             requires_grad: whether to keep its gradient too, if `x` requires one (`x.retain_grad()`).
         """
         wants = requires_grad and x.requires_grad
@@ -315,7 +315,7 @@ def record_tensor(x: torch.Tensor, name: str, group: str | None = None, requires
     Args:
         x: the activation, any shape. No copy is made, so do not modify `x` in place afterwards.
         name: its name in the summary.
-        group: a prefix of the name, or None.
+        group: a prefix of the name; None for no prefix.
         requires_grad: whether to keep its gradient too, if `x` requires one.
 
     Raises:
@@ -323,7 +323,7 @@ def record_tensor(x: torch.Tensor, name: str, group: str | None = None, requires
     """
     if isinstance(x, torch.nn.Parameter) or not isinstance(x, torch.Tensor):
         raise ValueError(
-            f"record_tensor takes an activation as x, not a {type(x).__name__}. Use inspect_model for parameters."
+            f"record_tensor takes an activation as x, got type {type(x).__name__}. Use inspect_model for parameters."
         )
     expect_kind("name", name, str, "a str")
     expect_kind("group", group, (str, type(None)), "a str or None")

@@ -143,7 +143,7 @@ def print_block(title: str, content: str | None = None, file: TextIO | None = No
         TypeError: `file` cannot be written to.
     """
     if file is not None and not callable(getattr(file, "write", None)):
-        raise TypeError(f"file must be open for writing text, or None for standard output, got a {type(file).__name__}")
+        raise TypeError(f"file must be open for writing text, or None (standard output), got {type(file).__name__}")
     print(f" {title} ".center(_WIDTH, "="), file=file)
     if content is not None:
         print(content, file=file)

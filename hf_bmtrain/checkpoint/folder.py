@@ -207,7 +207,7 @@ def deleting_older(new: Path) -> Iterator[None]:
     except Exception as error:
         _log.warning(
             "the checkpoint %s is complete, but older checkpoints could not be searched for, and may still take space. "
-            "The next save tries again. %s: %s", new, type(error).__name__, error,
+            "The next save tries again. The error was: %s: %s", new, type(error).__name__, error,
         )  # fmt: skip
 
 
@@ -225,14 +225,17 @@ def remove(folder: Path, new: Path | None = None) -> None:
         os.rename(folder, doomed)
     except OSError as error:
         advice = "Delete it by hand." if new is None else "The next save tries again."
-        _log.warning("%s %s could not be deleted and still takes space. %s %s", _what(new), folder, advice, error)
+        _log.warning(
+            "%s %s could not be deleted and still takes space. %s The error was: %s",
+            _what(new), folder, advice, error,
+        )  # fmt: skip
         return
     try:
         shutil.rmtree(doomed)
     except OSError as error:
         _log.warning(
             "%s %s could not be deleted completely. The rest of it, in %s, still takes space. The next save tries "
-            "again. %s", _what(new), folder, doomed.name, error,
+            "again. The error was: %s", _what(new), folder, doomed.name, error,
         )  # fmt: skip
 
 
@@ -241,8 +244,9 @@ def _remove_link(link: Path, new: Path) -> None:
         link.unlink()
     except OSError as error:
         _log.warning(
-            "%s %s, a symbolic link, could not be deleted. The next save tries again. %s", _what(new), link, error
-        )
+            "%s %s, a symbolic link, could not be deleted. The next save tries again. The error was: %s",
+            _what(new), link, error,
+        )  # fmt: skip
 
 
 def _what(new: Path | None) -> str:
@@ -254,7 +258,7 @@ def _delete(folder: Path) -> None:
     try:
         shutil.rmtree(folder)
     except OSError as error:
-        _log.warning("the temporary folder %s cannot be deleted now; the next save tries again: %s", folder, error)
+        _log.warning("the temporary folder %s cannot be deleted now (%s). The next save tries again", folder, error)
 
 
 def delete_oldest(folders: Sequence[Path], limit: int, kept: Set[Path], new: Path) -> None:

@@ -50,8 +50,8 @@ class HostMemory:
 class Snapshot:
     """Lets a thread write the present values of tensors to files, while training continues.
 
-    From the construction of this object until the thread has copied the values, optimizer steps wait. Forward and
-    backward need not wait, because they only read the tensors. `write`, which the thread calls, raises an error if
+    From the construction of this object until the thread has copied the values, an optimizer step blocks the host.
+    Forward and backward go on, because they only read the tensors. `write`, which the thread calls, raises an error if
     torch's version counters show that other code has changed the tensors. Before constructing this object, synchronize
     the device, because the thread's copies do not wait for kernels that still write the tensors.
 
@@ -117,7 +117,7 @@ class Snapshot:
         except RuntimeError as error:
             _log.warning(
                 "save_state: there is too little host memory for a copy of the values to save, so the next optimizer "
-                "step waits until the checkpoint is written. %s",
+                "step waits until the checkpoint is written. The error was: %s",
                 error,
             )
             return None

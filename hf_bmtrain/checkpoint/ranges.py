@@ -76,7 +76,7 @@ class _Scratch(threading.local):
             except RuntimeError as error:
                 _log.warning(
                     "checkpoints are saved and loaded more slowly, because ordinary host memory is used instead of "
-                    "page-locked (pinned) memory: %s",
+                    "page-locked (pinned) memory, which could not be allocated: %s",
                     error,
                 )
         return torch.frombuffer(mmap.mmap(-1, PIECE_BYTES), dtype=torch.uint8)

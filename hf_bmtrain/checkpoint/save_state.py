@@ -302,7 +302,7 @@ class SavingState:
         if self._job.published:
             self._problem = None
         if self._problem is not None:  # log the problem now, because the script may end before `wait` raises it
-            _log.error("save_state: %s %s. %s", self._job.final, outcome, self._problem)
+            _log.error("save_state: %s %s. The error was: %s", self._job.final, outcome, self._problem)
 
     def wait(self) -> None:
         """Block until the checkpoint is complete. Collective: every rank must call it.
@@ -328,7 +328,7 @@ class _Keeper:
 
     Attributes:
         lock: on rank 0, the open file whose lock keeps other jobs from saving to the folder; None on other ranks.
-        saving: the last checkpoint, if a thread may still be writing it, or None.
+        saving: the last checkpoint, if a thread may still be writing it; None otherwise.
         memory: host memory into which values are copied before a thread writes them.
     """
 
@@ -519,7 +519,7 @@ def _entries(
     Collective: every rank must call it. Each tensor is an `Entry` (name, shape, this rank's elements). The entries are
     grouped by the base name of the files into which they are written, such as "model" or "optimizer".
 
-    optimizer: an OptimManager, one or several optimizers, or None.
+    optimizer: an OptimManager, or one or several optimizers; None if no optimizer state is saved.
     trained_only: whether to leave out the parameters that have always been frozen since `auto_wrap`.
     """
     name, chosen = (TRAINED, was_trained) if trained_only else (MODEL, None)

@@ -42,10 +42,10 @@ def collect(
     Args:
         world: this rank's number, device and communicators.
         model: the model.
-        optimizer: an OptimManager, one or several optimizers, or None.
+        optimizer: an OptimManager, or one or several optimizers; None if no optimizer state is saved.
         others: for each optimizer, the state that is not written to safetensors files, such as step counts, as
             {parameter name: {key: value}}.
-        schedulers: one or several schedulers, or None.
+        schedulers: one or several schedulers; None to collect only those of the OptimManager, if there is one.
         extra: this rank's object that the user passed to `save_state`.
 
     Returns:
@@ -122,7 +122,7 @@ def restore(
         world: this rank's number, device and communicators.
         model: the model.
         optimizer: an OptimManager, whose loss scale and schedulers are loaded. Anything else is ignored.
-        schedulers: one or several schedulers, or None.
+        schedulers: one or several schedulers; None to load only those of the OptimManager, if there is one.
         state: the contents of `state.pt`, as `read` returns them.
         buffers: whether to load the state of the model itself. False leaves the model unchanged.
 

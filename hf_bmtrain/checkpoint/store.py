@@ -214,8 +214,8 @@ def _each_once(state: dict) -> dict[str, torch.Tensor]:
     for key, value in state.items():
         if not isinstance(value, torch.Tensor):
             raise ValueError(
-                f"a {_SAFETENSORS} file can contain only tensors, but {key!r} is a {type(value).__name__}. Save to a "
-                "file name with another ending, such as .pt"
+                f"a {_SAFETENSORS} file can contain only tensors, but {key!r} has type {type(value).__name__}. Save to "
+                "a file name with another ending, such as .pt"
             )
         if value.numel() == 0 or value.data_ptr() not in seen:
             tensors[key] = value.contiguous()

@@ -119,9 +119,9 @@ class GradientWatcher(Observer):
         """In the next 16 steps of `owner`, check this rank's gradients of `parameters` for inf and nan.
 
         Each gradient is checked when this rank has computed it, before it is averaged over the ranks. An inf or nan has
-        no immediate effect: the results of one step are kept on the device until the next step ends. They are read, to
-        name the rank and the parameter, if that step was skipped (`explain_skip`) or, for Hugging Face's Trainer, after
-        every step (`BadNumbers.end_step`).
+        no immediate effect: the result stays on the device. When a step ends, its results replace those of the step
+        before. They are read to name the rank and the parameter: with an OptimManager, only if the step was skipped
+        (`explain_skip`); with Hugging Face's Trainer, at the end of each checked step (`BadNumbers.end_step`).
 
         Called after `owner` has skipped a step or, for Hugging Face's Trainer, has found a bad gradient norm or loss
         scale in Trainer's log.

@@ -263,8 +263,8 @@ def _leave(world: World, watch: Watch, opened: Sequence[Communicator], joined: b
     watch.stop()
     if problem is not None and repr(EXIT) not in problem:
         _log.warning(
-            "rank %d has ended its program, but the problem below stops other ranks before the end of theirs. So this "
-            "rank ends its process without waiting for them. Solve the problem and start the job again: %s",
+            "rank %d has ended its program, but a problem stops other ranks before their programs have ended. So this "
+            "rank ends its process without waiting for them. Solve the problem and start the job again. It is: %s",
             world.rank,
             problem,
         )

@@ -120,7 +120,8 @@ class SharedStatus:
     def show(self, text: str) -> None:
         """Publish `text` as this rank's status, in place of its previous text. Any thread may call this method.
 
-        In shared memory, a text longer than LONGEST_TEXT bytes is truncated.
+        The ranks of this host read the text from shared memory, which stores only its first LONGEST_TEXT bytes. If
+        there are other hosts, or shared memory cannot be used, the whole text is also written to the launcher's store.
         """
         if self._pages:
             with self._writing:

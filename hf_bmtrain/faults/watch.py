@@ -172,7 +172,7 @@ class Watch(Monitor):
         elif sum(status.ended != "" for status in ranks.values()) == size:
             others = " The other ranks end too."
         else:  # they may be in native code, which Python interrupts only when it returns
-            others = " Whether the others were interrupted too is not known yet; if not, their next operation fails."
+            others = " It is not known yet whether the others were interrupted too; if not, their next operation fails."
         at = f"; rank {self._rank} was at {line}" if line else ""
         return (
             f"interrupted (Ctrl-C or SIGINT) on {which}{at}.{others} hf_bmtrain saves no checkpoint when it is "
@@ -243,7 +243,7 @@ class Watch(Monitor):
             _log.log(
                 logging.DEBUG if self._stopped.is_set() or self.status.ended else logging.WARNING,
                 "rank %d no longer watches the other ranks, because of an error in the watching thread. Training is "
-                "not affected, but this rank will not name ranks that fail or hang. %s: %s",
+                "not affected, but this rank will not name ranks that fail or hang. The error was: %s: %s",
                 self._rank, type(error).__name__, error, exc_info=True,
             )  # fmt: skip
 
@@ -256,9 +256,10 @@ class Watch(Monitor):
         self._show()
         if self.problem is not None:  # an operation of this rank has already found a problem
             return self.problem
-        # A rank's status contains only the last entries of its logs. Of two ranks, only the one that has issued more
-        # operations is sure to find the other's entries in its own log. So each rank compares its logs with those of
-        # the rank before it and of the rank after it.
+        # Compare the logs with those of the rank before, the rank after, and the other ranks of this host. A status
+        # contains only the last entries of a rank's logs. If this rank has issued fewer operations than the other one,
+        # its own log may end before those entries begin, and it finds nothing. Then the other rank finds the difference
+        # in its longer log. So both ranks of a pair must compare, and each rank looks at the one before and after it.
         after, before = ((self._rank + step) % self._control.size for step in (1, -1))
         for other in sorted({after, before, *self._board.neighbours}):
             theirs = self._read(other)

@@ -359,8 +359,10 @@ def set_aside_incomplete(output_dir: str | os.PathLike) -> None:
             held = lock(root)
         except RuntimeError as error:
             _log.warning(
-                "Incomplete checkpoints in %s were not renamed, because another job may be writing them. Do not resume "
-                "from one of them. %s",
+                "Some checkpoints in %s are incomplete, or still have a temporary name (earlier-checkpoint-N). Usually "
+                "they are renamed at this point, so that resume_from_checkpoint=True finds only complete checkpoints. "
+                "They keep their names now, because another job has locked the folder and may be writing them. Until "
+                "that job has ended, resume only from the path of a complete checkpoint. The error was: %s",
                 root, error,
             )  # fmt: skip
             return
@@ -413,8 +415,9 @@ def _settle_earlier(folder: Path) -> None:
             os.rename(earlier, folder)
         except OSError as error:
             _log.warning(
-                "the checkpoint %s is now named %s, because another one of the same step was not saved completely. It "
-                "could not be renamed back, so rename it by hand. %s", folder, earlier.name, error,
+                "the checkpoint %s still has the name %s, which it got while a new checkpoint of the same step was "
+                "being saved. The new one was not saved completely and does not exist, but the earlier one could not "
+                "be given its own name again. Rename it by hand. The error was: %s", folder, earlier.name, error,
             )  # fmt: skip
     elif _missing(folder) is None:
         remove(earlier, folder)

@@ -138,7 +138,7 @@ def from_pretrained(
 def _check_arguments(auto_class: Any, name_or_path: Any, blocks: Any) -> None:
     """Raise TypeError or ValueError for wrong arguments, before any file is read."""
     if not callable(getattr(auto_class, "from_pretrained", None)):
-        raise TypeError(f"auto_class must be a class such as AutoModelForCausalLM, got a {type(auto_class).__name__}")
+        raise TypeError(f"auto_class must be a class, such as AutoModelForCausalLM, got {type(auto_class).__name__}")
     if name_or_path is not None:
         expect_path("name_or_path", name_or_path)
     if blocks is not None:

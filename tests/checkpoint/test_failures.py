@@ -200,7 +200,8 @@ UNDELETED = {
     ),
     "the list": (
         lambda folder: on_the_folder("listdir", errno.ESTALE, folder),
-        "but older checkpoints could not be searched for, and may still take space. The next save tries again. OSError",
+        "but older checkpoints could not be searched for, and may still take space. The next save tries again. The "
+        "error was: OSError",
     ),
     "a flush": (
         lambda folder: on_the_folder("fsync", errno.EIO, folder),
@@ -262,7 +263,10 @@ def not_told(folder, point):
 
     with log_lines() as lines, mock.patch.object(control, "look", lost):
         training.save(folder, non_blocking=True).wait()
-    told = f"{folder}/checkpoint-7 may not have been saved: this rank could not learn it from rank 0. RuntimeError"
+    told = (
+        f"{folder}/checkpoint-7 may not have been saved: this rank could not learn it from rank 0. "
+        "The error was: RuntimeError"
+    )
     assert [told in line for line in lines] == [True] * bmt.rank(), lines
     return training.load(folder).step
 

@@ -107,7 +107,7 @@ def test_a_rank_says_only_what_it_knows_of_the_others(told):
     assert line.startswith("hf_bmtrain: interrupted (Ctrl-C or SIGINT) on rank 0 of 2; rank 0 was at ")
     assert line.endswith(f"The other ranks end too. {SAVES_NOTHING}")
     (line,) = told(interrupts, runs()).splitlines()
-    assert " on rank 0 of 2; " in line and "Whether the others were interrupted too is not known yet" in line
+    assert " on rank 0 of 2; " in line and "It is not known yet whether the others were interrupted too" in line
 
 
 def test_a_second_interruption_ends_the_wait_for_the_others(told, monkeypatch):

@@ -279,7 +279,7 @@ def losses() -> Iterator[Row]:
         return "linear_cross_entropy", name, lambda: bmt.loss.linear_cross_entropy(*arguments, **options), message
 
     yield linear("a transposed weight", r"weight of shape \(V, H\)", rows, head.t(), targets)
-    yield linear("a module as weight", "weight must be a torch.Tensor, got a Linear", rows, nn.Linear(3, 5), targets)
+    yield linear("a module as weight", "a torch.Tensor, got an object of type Linear", rows, nn.Linear(3, 5), targets)
     yield linear("shifted targets", "needs targets of shape", rows, head, targets[1:])
     yield linear("two dtypes", "hidden, weight and bias must share", rows, head.half(), targets)
     yield linear("a bias of 4", "needs a bias of 5 numbers", bias=torch.ones(4))

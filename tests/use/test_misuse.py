@@ -160,7 +160,7 @@ MISUSES = {
     "no such file": (lambda: bmt.load(wrapped(), "nowhere.pt"), RuntimeError, r"nowhere\.pt could not be read"),
     "no such folder": (lambda: bmt.save(wrapped(), "no/where.pt"), RuntimeError, r"no/where\.pt could not be written"),
     "a pickled module": (pickled_module, RuntimeError, r"save model\.state_dict\(\)"),
-    "gather_result of a list": (lambda: bmt.gather_result([1, 2]), ValueError, "must be a tensor, not a list"),
+    "gather_result of a list": (lambda: bmt.gather_result([1, 2]), ValueError, "must be a tensor, got type list"),
     "unknown reduction": (lambda: bmt.distributed.all_reduce(torch.ones(1), "median"), ValueError, "sum, avg, max"),
     "no such root": (lambda: bmt.distributed.broadcast(torch.ones(1), 9), ValueError, "ranks are 0 to"),
     "recorded parameter": (

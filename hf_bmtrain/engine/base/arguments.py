@@ -135,4 +135,4 @@ def _show(value: Any) -> str:
         return f"{repr(value)[:80]} of type {kind}"
     if isinstance(value, torch.Tensor):
         return f"a {kind} of shape {tuple(value.shape)}"
-    return f"the class {value.__name__}" if isinstance(value, type) else f"a {kind}"
+    return f"the class {value.__name__}" if isinstance(value, type) else f"an object of type {kind}"

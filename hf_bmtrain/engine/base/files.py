@@ -74,7 +74,7 @@ def flush_name(path: Path) -> bool:
     except OSError as error:
         _log.warning(
             "%s is complete, but its folder could not be flushed to disk, so it may be lost if the machine fails soon. "
-            "Check the disk. %s: %s", path, type(error).__name__, error,
+            "Check the disk. The error was: %s: %s", path, type(error).__name__, error,
         )  # fmt: skip
         return False
     return True

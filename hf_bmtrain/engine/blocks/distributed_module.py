@@ -32,9 +32,9 @@ forwards, in which parameters are all-gathered when they are read."""
 def _let_out(module: DistributedModule, group: Sequence[OnDemandGather], inputs: Iterable[Any], outputs: Any) -> None:
     """Keep the full parameters of `module` until the end of the pass if its caller may have got views of them.
 
-    The caller may read the views at any time, which `on_demand.watch` does not see. So this is as if the caller itself
-    had read the parameters. The views are searched in the outputs, in lists and dicts among the arguments, and in
-    attributes.
+    The caller may read the views at any time, and `on_demand.watch` does not see this. So the parameters are treated
+    like parameters that were read outside `watch`. The views are searched in the outputs, in lists and dicts among the
+    arguments, and in attributes.
 
     Args:
         module: the module, whose forward has ended.

@@ -149,11 +149,11 @@ class Negotiation:
     # -- requests -----------------------------------------------------------------------------------------------
 
     def before_gather(self, buffer: ShardedBuffer, entry: int) -> None:
-        """Wait until the ranks agree that the all-gather of `buffer` is next. The caller must then issue it.
+        """Take part in other collectives until the ranks agree that the all-gather of `buffer` is next.
 
-        Collective: while this waits, every other rank must also call a method that waits for agreement: this one,
-        `before_reduction` or `finish`. Returns immediately if the buffer needs no collective now (for example, because
-        it is unsharded), or was not registered.
+        The host waits for the other ranks. The caller must then issue the all-gather. Collective: meanwhile, every
+        other rank must call `before_gather`, `before_reduction` or `finish`. Returns immediately if the buffer needs no
+        collective now (for example, because it is unsharded), or was not registered.
 
         Args:
             buffer: the flat buffer to be gathered.
@@ -164,11 +164,11 @@ class Negotiation:
             self._agree(requests.backward if entry == BACKWARD else requests.forward, entry)
 
     def before_reduction(self, gradients: Sequence[GradientBuffer]) -> None:
-        """Wait until the ranks agree that the reduction of `gradients` is next. The caller must then start it.
+        """Take part in other collectives until the ranks agree that the reduction of `gradients` is next.
 
-        Collective: while this waits, every other rank must also call a method that waits for agreement: this one,
-        `before_gather` or `finish`. Returns immediately if `gradients` is empty, or their flat buffers were not
-        registered.
+        The host waits for the other ranks. The caller must then start the reduction. Collective: meanwhile, every other
+        rank must call `before_gather`, `before_reduction` or `finish`. Returns immediately if `gradients` is empty, or
+        their flat buffers were not registered.
 
         gradients: the gradients of one block, or of one root buffer (of parameters outside blocks).
         """

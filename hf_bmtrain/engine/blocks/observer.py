@@ -84,7 +84,7 @@ class Observer:
         Args:
             tensor: an activation, of any shape.
             name: its name.
-            group: a prefix of the name, or None.
+            group: a prefix of the name; None for no prefix.
             requires_grad: whether the gradient of the activation is wanted too.
         """
 

@@ -113,10 +113,10 @@ class Replay(Protocol):
     """
 
     def changes_buffers(self) -> bool | None:
-        """Return whether forwards change the layer's buffers (such as running means), or None if this is not known.
+        """Return whether forwards in the present mode (training or evaluation) change the layer's buffers.
 
-        It is not known if the layer has buffers, but no forward in the present mode (training or evaluation) has run
-        under `record`.
+        Buffers are, for example, running means. A layer without buffers returns False. A layer with buffers returns
+        None until its first forward in the present mode has run under `record`, which observes what it changes.
         """
         ...
 

@@ -84,9 +84,10 @@ class RecomputedGraphs:
 
 
 class CannotRecompute(Exception):
-    """Raised by `RecomputedGraphs.run` if one compiled graph cannot contain a forward and its recomputation.
+    """Raised by `RecomputedGraphs.run` if torch.compile cannot trace a layer's forward and its backward as one graph.
 
-    The caller then logs the message, which is the reason, and runs the forward inside torch's checkpoint.
+    With one graph, backward could recompute only a part of the forward. The caller (the block) then logs the message,
+    which is the reason, and runs the forward inside torch's checkpoint, which repeats the whole forward in backward.
     """
 
 

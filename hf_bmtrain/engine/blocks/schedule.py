@@ -166,13 +166,14 @@ class ForwardPass:
 
 
 class ForwardDepth:
-    """A context manager that every forward of a layer or model enters. It counts nested forwards.
+    """A context manager that counts the forwards that are running now, one inside another.
 
-    The count shows whether a forward is running. For example, reading a root parameter (one outside blocks) all-gathers
-    it only in a forward or a backward.
+    The outermost forward of a model, each forward of a block, and recomputations run in it. The forward of a model that
+    another forward calls is not counted again. The count shows whether a forward is running. For example, reading a
+    root parameter (one outside blocks) all-gathers it only in a forward or a backward.
 
     Attributes:
-        depth: the current number of nested forwards; 0 if no forward is running.
+        depth: the number of the counted forwards that are running; 0 if no forward is running.
     """
 
     depth = 0
@@ -194,11 +195,11 @@ class Schedule:
         shards: allocates and all-gathers shards.
         blocks: averages the gradients of blocks (sharded transformer layers) over the ranks.
         outside: averages the gradients of root parameters (those outside blocks) over the ranks.
-        inside: the context that every forward of a layer or model enters, recomputations included. Its `depth` is the
-            current number of nested forwards.
+        inside: the context in which the outermost forward of a model, each forward of a block, and recomputations run.
+            Its `depth` is the number of such forwards that are running now, one inside another.
         observers: this rank's observers, the objects whose methods are called at events of training.
         negotiation: makes the ranks agree on each collective of models in which they may enter different blocks.
-        running: the forward pass that is running, or None.
+        running: the forward pass that is running; None if none is.
         backwards: the number of backwards that have ended.
         collective_layers: whether layers of any model issue collectives in their own forwards. A recomputation repeats
             these collectives, so all ranks must then recompute the same forwards.
@@ -431,14 +432,14 @@ class Schedule:
         return None if self.running is None or self.running.negotiation is None else self.running.entry
 
     def open_block(self, block: BlockState | None, prefetched: BlockState | None) -> None:
-        """Reshard the block that was prefetched last and the one that was left unsharded, if they are not needed now.
+        """Reshard the blocks that earlier calls have kept unsharded, unless they are needed now.
 
-        The former is the argument `prefetched` of the previous call, and the latter that of `leave_unsharded`. They are
-        needed now if they are `block` or `prefetched`. This method is called before a block is unsharded and, with None
-        twice, at the end of a backward.
+        These are at most two blocks: the argument `prefetched` of the previous call, and the argument of the last call
+        of `leave_unsharded`. A block is needed now if it is `block` or `prefetched`. This method is called before a
+        block is unsharded. It is also called at the end of a backward, with None for both arguments.
 
-        block: the block whose forward or backward starts now, or None.
-        prefetched: the block that the caller will prefetch, or None.
+        block: the block whose forward or backward starts now; None if none starts.
+        prefetched: the block that the caller will prefetch next; None if it prefetches none.
         """
         for reference in (self._left_unsharded, self._prefetched):
             kept = reference() if reference is not None else None
@@ -580,15 +581,18 @@ class Schedule:
     # -- pending reductions -------------------------------------------------------------------------------------
 
     def make_room(self) -> None:
-        """Wait until the reductions of at most one block are pending, to limit the memory for gradients.
+        """Make the current stream wait for pending reductions, except those of the last block.
 
-        With only one rank, wait until no reduction is pending. Call this before a block's backward creates gradients,
-        but after issuing the all-gathers that should overlap with that backward, because the wait would delay them.
+        This limits the memory for gradients. With only one rank, no reduction stays pending. Call this before a block's
+        backward creates gradients, but after issuing the all-gathers that should overlap with this backward. If they
+        were issued later, they would wait too.
         """
         self._receive(self.blocks.ahead)
 
     def receive_all(self) -> None:
-        """Wait for all pending reductions of gradients, and set the `.grad` of the local (sharded) parameters.
+        """Make the current stream wait for all pending reductions of gradients, and set the `.grad` of parameters.
+
+        These are the local (sharded) parameters, whose `.grad` is sharded in the same way.
 
         Called in backward, before a gradient is added to a flat buffer whose reduction is pending. Parameters that this
         rank did not use may get their `.grad` only at the end of the backward. All ranks must call this at the same
@@ -626,7 +630,9 @@ class Schedule:
             self._pending.append(gradients)
 
     def _receive(self, ahead: int) -> None:
-        """Wait for pending reductions of gradients, oldest first, and set the `.grad` of the parameters.
+        """Make the current stream wait for pending reductions of gradients, and set the `.grad` of the parameters.
+
+        The oldest reductions come first.
 
         Each call of `send` starts the reductions of one block, or of one flat buffer of root parameters (those outside
         blocks). The reductions of the last `ahead` calls stay pending.

@@ -291,7 +291,7 @@ class _PeerReducer(CollectingReducer):
         rows: (ranks - 1, n), the other ranks' gradients of this rank's shard, which they have copied here.
         sources: this rank's own gradients, each the full tensor, flat.
         shard: (n,), overwritten.
-        total: (n,), the running sum over micro-batches, or None. It may be `shard` itself.
+        total: (n,), the running sum over micro-batches. It may be `shard` itself. None if there is no sum.
         squares: (number of tensors,), overwritten with the sum of squares of each tensor's elements in `shard`.
         """
         parts = [squares.new_empty(0)] * len(sources)

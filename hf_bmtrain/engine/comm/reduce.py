@@ -105,12 +105,12 @@ class Reducer(Protocol):
         Collective: every rank must call it.
 
         Args:
-            gradients: the full gradients of the layout's tensors, in order. None stands for a gradient that was passed
-                to `collect`, or else for zero.
+            gradients: the full gradients of the layout's tensors, in order. They are added to those that `collect` has
+                accepted. None adds nothing; a tensor without any gradient counts as zero.
             shard: (n,), written with this rank's part of the mean. With a running sum, it is written with the new sum
                 instead, rounded to the shard's dtype.
             total: (n,) in float32 or wider, the running sum of gradient accumulation, to which this rank's part of the
-                mean is added, or None. It may be `shard` itself.
+                mean is added. It may be `shard` itself. None if nothing is accumulated.
         """
         ...
 
@@ -179,10 +179,10 @@ class Packing:
             self._packed.add(index)
 
     def complete(self, gradients: Sequence[torch.Tensor | None]) -> torch.Tensor:
-        """Copy `gradients` to their places in the flat tensor, zero the rest, and return the flat tensor.
+        """Copy `gradients` to their places in the flat tensor, set the padding to zero, and return the flat tensor.
 
-        gradients: for each tensor, its gradient or None. If `add` has already copied a gradient of the tensor, the two
-            are summed.
+        gradients: for each tensor, a gradient or None. A gradient is added to those that `add` has copied for the same
+            tensor, if any. For None, the place keeps what `add` has copied, or becomes zero if that is nothing.
         """
         views, sources, missing = self._views, [gradient for gradient in gradients if gradient is not None], []
         if self._packed or len(sources) < len(views):

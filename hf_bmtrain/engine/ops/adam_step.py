@@ -205,15 +205,16 @@ def kernels_serve(device: torch.device) -> bool:
 def master_dtype(weight: torch.dtype, device: torch.device) -> torch.dtype | None:
     """Return the dtype in which the float32 masters of weights are stored.
 
-    If kernels update the weights, the masters of bfloat16 weights are stored as int16 residuals: their differences from
-    the weights (see residual.py). These represent the same float32 numbers in 2 bytes less per element.
-
     Args:
         weight: the dtype of the weights.
         device: the device on which the weights are updated.
 
     Returns:
-        The dtype; None for float32 weights, which are their own masters.
+        * None for float32 weights, which are their own masters.
+        * int16 for bfloat16 weights on a GPU (or on the meta device, which stands for a GPU): the masters are stored as
+          residuals, their differences from the weights (see residual.py). These represent the same float32 numbers in
+          2 bytes less per element.
+        * float32 for bfloat16 weights on the CPU, and for float16 weights on any device.
     """
     if weight == torch.float32:
         return None

@@ -124,10 +124,12 @@ def encode(magnitudes: Tensor, fraction: int, random: Tensor | None) -> tuple[Te
     n = len(magnitudes)
     padded = torch.nn.functional.pad(magnitudes, (0, -n % BLOCK)).view(-1, BLOCK)
     dropped = 23 - fraction
-    # A code stands for a number below 2, which is multiplied by 2ᴱ. Let 2ᴷ be the largest power of two that does not
-    # exceed the block's largest magnitude. E is usually K, but K + 1 if this magnitude is close to 2ᴷ⁺¹, that is, above
-    # 2ᴷ times the number of the second largest code. With K, a moment above the number of the largest code would be
-    # clamped to it in every step, so it could never grow to 2ᴷ⁺¹.
+    # A code stands for a number below 2, which is multiplied by 2ᴱ. With f fraction bits, the two largest numbers are
+    # 2 - 2·2⁻ᶠ and 2 - 2⁻ᶠ. Let 2ᴷ be the largest power of two that does not exceed the block's largest magnitude. With
+    # E = K, a magnitude above (2 - 2⁻ᶠ)·2ᴷ would be clamped to this value in every step, so the moment could never grow
+    # to 2ᴷ⁺¹. Therefore E = K + 1 if the largest magnitude is above (2 - 2·2⁻ᶠ)·2ᴷ, otherwise E = K. (For a magnitude
+    # between the two values, either E would do, because it is rounded to one of the two with both.) The next line
+    # computes E + 127: only if the magnitude is above the limit, the addition carries into the exponent bits.
     exponents = (padded.view(torch.int32).amax(1).long() + (2 << dropped) - 1 >> 23).clamp_(max=255).int()
     inverse = ((254 - exponents).clamp_(min=0) << 23).view(torch.float32)
     bits = (padded * inverse[:, None] / _SHIFT).view(torch.int32).view(-1)[:n]

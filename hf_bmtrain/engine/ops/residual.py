@@ -98,7 +98,10 @@ class Master:
         self.weight.copy_(weight)
 
     def reset(self) -> None:
-        """Set every master (the copy of full precision that the optimizer updates) to the value of its weight."""
+        """Set every master (the copy of full precision that the optimizer updates) to the value of its weight.
+
+        Optimizers call this when they have allocated new state, in which the masters are not set yet.
+        """
         if self.is_residual:
             assert self.stored is not None
             self.stored.zero_()
@@ -108,16 +111,17 @@ class Master:
     def follow_weight(self) -> None:
         """Update float32 masters after something other than the optimizer has written the weights.
 
-        Optimizers call this before they use or return masters that may be out of date. A master that still rounds to
-        its weight does not change. For the others:
+        Optimizers call this before they use or return masters that may be out of date. A master does not change if it
+        still equals its weight when it is rounded to the weight's dtype. For the others:
 
-        * The master of a bfloat16 weight moves with the weight, so that the difference between their bits, read as
-          integers, remains the same. If the result would not round to the new weight, the master becomes equal to the
-          weight.
-        * The master of a float16 weight becomes equal to the weight, because the bits of float16 and float32 numbers
-          cannot be compared in this way.
+        * The master of a bfloat16 weight changes by as much as the weight has changed. The old weight was overwritten,
+          but it is the old master rounded to bfloat16. Old weight and new weight are converted to float32, and the bits
+          of all numbers are read as integers: new master = new weight + (old master - old weight). If the new master
+          does not round to the new weight, it is set to the new weight.
+        * The master of a float16 weight is set to the weight.
 
-        Masters that are stored as residuals need no update, because a residual is the distance from the weight.
+        This does nothing if the masters are stored as residuals, which are relative to the present weights, or if the
+        weights are float32 and thus their own masters.
         """
         if self.stored is None or self.is_residual:
             return

@@ -168,12 +168,13 @@ class AdamOptimizer(torch.optim.Optimizer):
         the first one after the parameter groups have changed, more parameters were sharded, or a state was loaded.
 
         Args:
-            closure: a function that computes the loss, called before the update; or None.
+            closure: a function without arguments that computes the loss. It is called before the update. None calls
+                nothing.
             scale: the number by which the gradients are divided, above 0, such as the loss scale. If OptimManager or
                 GradScaler has set `grad_scale`, the gradients are divided by both.
 
         Returns:
-            The return value of `closure`, or None.
+            The return value of `closure`; None if `closure` is None.
 
         Raises:
             TypeError: `closure` is not callable, or `scale` is not a number.
@@ -260,10 +261,11 @@ class AdamOptimizer(torch.optim.Optimizer):
         ]  # fmt: skip
 
     def wait(self) -> None:
-        """Not needed with AdamOptimizer, which updates the weights on the stream that is current in `step`.
+        """Do nothing, because `step` updates the weights on the current stream, so later work there follows the update.
 
         The method exists so that the same code can call it on an AdamOffloadOptimizer, which updates the weights on
-        another stream. There, the current stream waits for the update, but the host does not.
+        another stream. There, it makes the current stream, but not the host, wait for the update. It also does so here
+        if an AdamOffloadOptimizer is still updating the same parameters.
         """
         for state in self._states:
             if state.run.buffer is not None:

@@ -165,14 +165,14 @@ class OptimManager:
                 would have no effect.
         """
         if isinstance(optimizer, type) or not all(hasattr(optimizer, name) for name in ("param_groups", "step")):
-            raise TypeError(f"optimizer must be a torch.optim.Optimizer, got a {type(optimizer).__name__}")
+            raise TypeError(f"optimizer must be a torch.optim.Optimizer, got type {type(optimizer).__name__}")
         if any(optimizer is each for each in self.optimizers):
             raise ValueError(
                 f"optimizer: this {type(optimizer).__name__} was added before, and would step twice. Call "
                 "add_optimizer once for each optimizer."
             )
         if lr_scheduler is not None and not callable(getattr(lr_scheduler, "step", None)):
-            raise TypeError(f"lr_scheduler must have a step(), or be None, got a {type(lr_scheduler).__name__}")
+            raise TypeError(f"lr_scheduler must have a step(), or be None, got type {type(lr_scheduler).__name__}")
         stale = sum(getattr(p, "sharded_elsewhere", False) for group in optimizer.param_groups for p in group["params"])
         if stale:
             raise ValueError(
@@ -283,10 +283,10 @@ class OptimManager:
 
         Collective: every rank must call it. As with torch.nn.utils.clip_grad_norm_, gradients are multiplied by
         max_norm / (norm + eps) if this factor is below 1. The norm is that of the full gradients, without the loss
-        scale. If `param_groups` contains all parameters of an added optimizer that have a gradient, this call does not
-        change their `.grad`, and `step` applies the factor in the update. (If `backward` or `scale_loss` is called
-        between this call and `step`, that call multiplies these `.grad` by the factor before gradients are added.)
-        Other gradients are multiplied in place by this call.
+        scale. If `param_groups` contains all parameters of an added optimizer that have a gradient, their `.grad` does
+        not change here: `step` applies the factor in the update. (If `backward` or `scale_loss` is called before
+        `step`, it first multiplies these `.grad` by the factor, because it will add gradients to them.) All other
+        gradients are multiplied in place here.
 
         Args:
             param_groups: `optimizer.param_groups`, or a list of dicts with "params".

@@ -114,7 +114,7 @@ def load_state(optimizer: torch.optim.Optimizer, saved: dict[str, Any], world: W
             parameter = parameters[key]
             if isinstance(parameter, DistributedParameter):
                 values.update({name: parameter.take_whole(values[name]) for name in saved["sliced"] if name in values})
-    else:  # if the state does not fit the elements of some ranks, raise the error on all of them
+    else:  # if the state does not fit the elements of some ranks, raise the error on all ranks
         problem = next(filter(None, world.gather_objects(_misfit(saved, world))), None)
         if problem is not None:
             raise ValueError(problem)

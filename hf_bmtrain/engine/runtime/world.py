@@ -105,14 +105,14 @@ class World:
             one does.
         norms: the communicator for gradient norms and for the search for inf and nan, if it must connect more ranks
             than `shard_group` does. None uses `shard_group`.
-        grid: the tensor-parallel groups, or None without tensor parallelism.
+        grid: the tensor-parallel groups; None without tensor parallelism.
         split_kind: a function that takes the dimension on which a parameter is split over a tensor-parallel group (-1
             if it is not split), and returns the StorageKind of such parameters. None without tensor parallelism.
         poison: whether to fill memory with NaN before it is written and when it is freed, for debugging.
         buffers: counts the flat buffers.
         kept: {folder: the object that saves checkpoints to it}.
-        copying: one event for each checkpoint for which values are being copied. Optimizers wait for all these events
-            before they modify weights.
+        copying: one event for each checkpoint for which values are being copied. Before an optimizer modifies weights,
+            the host waits for all these events.
         saved_states: {key in the checkpoint: the functions with which a feature saves and loads its object}.
         device_memory: memory statistics of the device, or None on the CPU.
     """

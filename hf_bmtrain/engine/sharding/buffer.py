@@ -278,8 +278,8 @@ class ShardedBuffer:
     def unsharded(self) -> Iterator[None]:
         """Make the full parameters readable inside the context. Collective: every rank must call it.
 
-        At the end, the buffer is resharded unless it was unsharded before. Then the current stream waits until no rank
-        reads another rank's shard any more, so that shards may be written.
+        At the end, the buffer is resharded, unless it was unsharded before the context. In both cases, the current
+        stream then waits until no rank reads another rank's shard any more, so that shards may be written.
         """
         try:
             with self.storage.full_values():

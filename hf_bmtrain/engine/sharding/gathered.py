@@ -61,7 +61,7 @@ def gathered(what: torch.nn.Module | Iterable[torch.Tensor] | torch.Tensor, modi
         if not isinstance(sharded, DistributedParameter):
             raise ValueError(
                 "gathered: the argument 'what' must be one module or sharded parameters (ordinary tensors are full "
-                f"already), but it is or contains a {type(sharded).__name__}."
+                f"already), but it is or contains an object of type {type(sharded).__name__}."
             )
     occasion = f"gathered(modify={modify})"
     world.barrier(occasion)

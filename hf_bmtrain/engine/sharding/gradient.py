@@ -252,11 +252,11 @@ class GradientBuffer:
             self._unused.post(self._absent)
 
     def receive(self) -> bool:
-        """Wait for the averaged gradients that `send` has started, and set the `.grad` of the local parameters.
+        """Make the current stream wait for the mean that `send` has started, and set the `.grad` of local parameters.
 
         Under gradient accumulation, the new gradients are first added to the earlier ones. Each `.grad` is a view of
         `shard`, this rank's shard of the flat gradient. A parameter that this rank did not use gets a `.grad` only if
-        another rank used it.
+        another rank used it. If this must be known at once, because there are gradient hooks, the host waits too.
 
         Returns:
             True if `decide` must be called later, because this rank does not know yet whether another rank used the

@@ -213,8 +213,8 @@ class OnDemandGather:
         if unwatched or self._saved:
             self._schedule.gather(self._buffer)
         if unwatched:
-            # Wait now, because nothing is called when backward reads a view that was saved outside `watch`. (For views
-            # that were saved inside `watch`, `_restore` is called and waits.)
+            # Make the current stream wait now, because nothing is called when backward reads a view that was saved
+            # outside `watch`. (When it reads a view that was saved inside `watch`, `_restore` is called, and does so.)
             self._buffer.wait()
 
     def finish_backward(self) -> None:

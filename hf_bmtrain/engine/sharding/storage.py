@@ -88,10 +88,14 @@ class Storage:
         return Layout.build(numels, world_size, max(1, ALIGNMENT_BYTES // dtype.itemsize))
 
     def allocate(self, world: World, dtype: torch.dtype) -> None:
-        """Allocate the shard and the full buffer, and choose what all-gathers send and fill (`ShardedBuffer.route`).
+        """Allocate the shard and the full buffer, and register them with the flat buffer (`ShardedBuffer.route`).
 
-        Collective: every rank must call it. The caller calls `fill` afterwards, which writes the shard and frees the
-        full buffer.
+        From then on, all-gathers send the shard and fill the full buffer. An override may register other tensors, such
+        as a quantized shard. With one rank, the shard is the full buffer, and nothing else is allocated. Collective:
+        every rank must call it.
+
+        The full buffer must be allocated already here, because the caller then creates the full parameters (`view`),
+        which are views of it. Finally the caller calls `fill`, which writes the shard and frees the full buffer.
 
         Args:
             world: the ranks over which the parameters are sharded.

@@ -37,8 +37,9 @@ def _norms(pieces: Sequence[Any], order: Any) -> list[torch.Tensor]:
         raise ValueError(f"The order of the norm of a sharded tensor must be greater than 0 (or inf), but is {order}.")
     found = [getattr(piece, "segment", None) if order == 2 else None for piece in pieces]
     segments = [None if segment is None else (segment[0](), segment[1]) for segment in found]
-    # `segment` is (the SegmentNorms of a flat buffer, the index of a tensor in it). `measure` computes the norms of all
-    # tensors of these flat buffers with one all-reduce, and caches them. `all` then returns them from the cache.
+    # A gradient's attribute `segment` is (a function that returns the SegmentNorms of its flat buffer, its index in the
+    # buffer). In `segments`, the function has been replaced by its result. `measure` computes the norms of all tensors
+    # of these flat buffers with one all-reduce, and caches them. `all` then returns them from the cache.
     measured = dict.fromkeys(segment[0] for segment in segments if segment is not None)
     measure(measured)
     norms = {each: each.all() for each in measured}

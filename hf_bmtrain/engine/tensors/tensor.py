@@ -105,7 +105,7 @@ class ShardBase:
 
     @property
     def grad(self) -> torch.Tensor | None:
-        """The gradient, or None. It is sharded like this tensor: each rank stores the same elements of both.
+        """The gradient; None if there is none. It is sharded like this tensor: a rank stores the same elements of both.
 
         If `.grad` is set to a full tensor, only this rank's elements of it are kept. It may also be set to these
         elements (n,). The gradient is stored in torch's own `.grad`, and also in the Python attribute `grad_now`,

@@ -19,13 +19,15 @@ _INSTEAD = "pass offload_activations=False"
 class HostInputs:
     """Keeps the inputs of one model's recomputed blocks in host memory from the forward to the backward.
 
-    The copies run on a separate stream, in the order in which they are queued. The computation waits as follows:
+    The copies run on a separate stream, in the order in which they are queued. The current stream, on which the blocks
+    compute, waits for them as follows. The host does not wait.
 
-    * In the forward, before a block saves its input, it waits until the preceding block's input has been copied to the
-      host, and frees that input on the device. So at most one block's input is being copied at a time.
+    * In the forward, before a block saves its input, the current stream waits until the preceding block's input has
+      been copied to the host. Then that input is freed on the device. So at most one block's input is being copied at a
+      time.
     * The input of the last block stays on the device, because backward needs it first.
-    * In the backward, a block waits until its input has been copied back, and then queues the copy of the preceding
-      block's input. So at most two inputs are on the device.
+    * In the backward of a block, the current stream waits until the block's input has been copied back. Then the copy
+      of the preceding block's input is queued. So at most two inputs are on the device.
 
     Host memory is allocated in the first steps and reused afterwards, also for smaller inputs. Memory that is too small
     for a larger input is freed, and larger memory is allocated.

@@ -36,7 +36,7 @@ MOST = 448.0
 ALIGNMENT = 16
 """On a GPU, the rows of factors and results must have a multiple of this many elements, because kernels read 16 bytes
 at a time."""
-_LEAST = 1e-30  # the absmax of a scale is raised to this number, so that no scale is 0
+_LEAST = 1e-30  # lower bound of the absmax from which a scale is computed, so that no scale is 0
 _THREADS = 256  # maximum number of threads of a CUDA thread block
 _TILE = 64  # number of rows that one CUDA thread block processes (a tile)
 _PARTS = 4  # number of 16-byte groups that a thread holds in registers

@@ -142,9 +142,9 @@ class Calibration(Observer):
 class CalibrationInStep(Calibration):
     """Measures the float8 noise of layers in the first training forward. Used if blocks are not compiled.
 
-    The ranks decide which layers continue to use float8 at the start of a later training forward: the first one that
-    follows a backward, or, if a block on any rank is still waiting for its backward at that moment, the next one at
-    whose start no block is waiting.
+    The ranks decide together which layers continue to use float8, at the start of the first training forward after a
+    backward has ended. If a block on any rank then still has a forward whose backward has not run, they decide at the
+    start of the next training forward for which this is not so.
 
     The arguments of the constructor are those of the base class: the ranks (`world`), the model, the states of its
     float8 layers by path, and its blocks.

@@ -105,8 +105,8 @@ def enter(x: Tensor, factor: Tensor, adapter: Adapter, rank: int, scaled: bool) 
 
     Returns:
         (rows, r). If the adapter is split, (rows, 4 r): four bfloat16 tensors (rows, r), side by side. The first three
-        sum to the product. The fourth repeats the second, because `add_products` multiplies that one by two parts of
-        the other matrix: its rounded value, and the remainder.
+        sum to the product. The fourth is equal to the second: `add_products` multiplies the four by the matrices hi,
+        lo, hi and hi (see `factors_of`), so these equal tensors are multiplied by lo and by hi.
     """
     if not adapter.split:
         return _scaled_product(x, factor.t(), adapter.scaling if scaled else 1.0)

@@ -196,7 +196,10 @@ class AttentionMeter(_Attention):
         return output
 
     def milliseconds(self) -> float:
-        """Return how many milliseconds attention took, or nan if it was not timed (CPU). The host waits for the GPU."""
+        """Return how many milliseconds the GPU took for the calls of attention. The host waits for the GPU.
+
+        On the CPU and on the meta device nothing is timed: the result is nan, or 0 if attention was never called.
+        """
         return sum(watch.milliseconds() for watch in self._watches)
 
 

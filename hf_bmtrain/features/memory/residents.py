@@ -93,8 +93,8 @@ class Residents:
         self._blocks = [weakref.ref(block._bmt) for block in modules]
         self._chosen: list[weakref.ref[ShardedBuffer]] = []
         self._planned = self._keeping = self._idle = False
-        # A pass consists of the training forwards between two backwards. Measuring begins in a pass without chosen
-        # buffers, and lasts until buffers are chosen.
+        # A pass consists of the training forwards between two backwards. Measuring begins with a training forward at
+        # whose start the ranks have not chosen which buffers become resident. It ends when they choose.
         self._forwards = 0  # the number of training forwards in this pass
         self._seen: list[tuple[int, Shapes]] = []  # (number in the pass, input shapes) of measured forwards
         self._inputs = MeasuredInputs()
@@ -312,10 +312,13 @@ class Residents:
                 buffer.resident = True
 
     def reshard(self) -> None:
-        """Reshard the buffers that were kept unsharded between steps.
+        """Free the full buffers that were kept unsharded between steps, because a forward may need their memory.
 
-        If this is called inside another model's forward, they are resharded when that forward ends. They can become
-        resident (unsharded between steps) again in the next training forward.
+        Called at the start of a forward of this model: one without gradients, or a training forward that must be
+        measured. The next training forward may make the same buffers resident (unsharded between steps) again.
+
+        If the forward runs inside the forward of a block of another model, the full buffers are not freed at once. But
+        they are no longer resident, so each of them is freed after its next use.
         """
         for buffer in self._kept():
             buffer.resident = False

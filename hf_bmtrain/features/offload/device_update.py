@@ -19,15 +19,17 @@ class DeviceUpdate:
 
     A chunk (a range of the state) is uploaded to a buffer on the device, updated there and downloaded. Uploads, updates
     and downloads have a stream each. While one chunk is updated, the next is uploaded and the previous one is
-    downloaded, so there are three buffers. The host never waits. The order of the work is:
+    downloaded, so there are three buffers. The methods only queue work, so the host never waits. The streams wait:
 
     * An upload waits until the previous contents of its buffer, and the previous step's state of the same chunk, have
       been downloaded.
     * An update waits for its upload, and for the work that was queued on the current stream when `carry` was called.
       That work computes the gradients and the step's scalars (such as bias corrections), and reads the old weights.
     * A download waits for its update.
-    * The caller must wait for the events that `carry` yields, or for `updated`, before it writes to gradients, weights
-      or the step's scalars again.
+
+    Nothing makes the caller's stream wait for the updates, which read gradients and the step's scalars, and write
+    weights. Before the caller queues work that uses the weights, or overwrites gradients or scalars, it must make its
+    stream wait, by `wait()` of the events that `carry` yields, or of `updated`.
 
     Attributes:
         updated: the event that completes when the last queued update is complete.

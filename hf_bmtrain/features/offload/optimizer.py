@@ -230,8 +230,8 @@ class AdamOffloadOptimizer(AdamOptimizer):
 
         * parameters that are not sharded,
         * all parameters, in the first step of the optimizer, and in the first step after a state was loaded,
-        * those of a flat buffer (usually a block), if other parameters of the buffer have a gradient than in the last
-          step (the next step may then update all parameters), or if the `.grad` of one of them was replaced,
+        * the parameters of a flat buffer (usually a block), if the set of those that have a gradient has changed since
+          the last step (the next step may then update all parameters), or if a `.grad` was replaced,
         * all parameters of an uneven model (one of which ranks may enter different blocks), because a rank may still
           need a block when others have reduced its gradient.
 
@@ -299,8 +299,8 @@ class AdamOffloadOptimizer(AdamOptimizer):
         """Update the parameters of one flat buffer as soon as their gradients are reduced, before `step`.
 
         A hook calls this during the backward. The update is left to `step` in the first step, if no parameter of the
-        buffer has a gradient, if the last step had gradients for other parameters of the buffer, or if the user has
-        replaced a `.grad`.
+        buffer has a gradient, if the set of its parameters that have a gradient has changed since the last step, or if
+        the user has replaced a `.grad`.
 
         local_params: the local parameters (this rank's elements) of one flat buffer (parameters sharded together).
         """

@@ -116,12 +116,12 @@ def check_parity(
 
 def _check_arguments(model: Any, optimizer: Any, bound: Any) -> None:
     if not isinstance(model, torch.nn.Module):
-        raise TypeError(f"check_parity(model, batch): model must be a torch.nn.Module, not a {type(model).__name__}")
+        raise TypeError(f"check_parity(model, batch): model must be a torch.nn.Module, got type {type(model).__name__}")
     if isinstance(optimizer, torch.optim.Optimizer) or not (optimizer is None or callable(optimizer)):
         raise TypeError(
             "check_parity: optimizer must be a function that returns an optimizer for a list of parameters, such as "
-            f"functools.partial(torch.optim.SGD, lr=0.1), not a {type(optimizer).__name__}. It is called once for the "
-            "shards and once for the full weights."
+            f"functools.partial(torch.optim.SGD, lr=0.1), got type {type(optimizer).__name__}. It is called once for "
+            "the shards and once for the full weights."
         )
     if bound is not None and not bound >= 0:
         raise ValueError(f"check_parity: bound must be 0 or more, or None, not {bound}")

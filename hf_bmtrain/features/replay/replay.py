@@ -62,7 +62,8 @@ class Replay:
     def changes_buffers(self) -> bool | None:
         """Return whether forwards in the present mode (training or evaluation) change the layer's buffers.
 
-        Returns None if this is not known yet, because no forward in this mode has run inside `record`.
+        A layer without buffers returns False. A layer with buffers returns None until its first forward in this mode
+        has run inside `record`, which observes what it changes.
         """
         changing = self._changing.get(self._layer.training)
         return bool(changing) if changing is not None or not self._places else None
@@ -80,8 +81,9 @@ class Replay:
         The forward must run inside the context.
 
         Args:
-            args: the positional arguments of the forward. Containers among them are saved too.
-            kwargs: the keyword arguments of the forward. Containers among them are saved too.
+            args: the positional arguments of the forward. Of each mutable container in them (list, dict, cache), the
+                references to its items are saved, because the forward may change the container. Tensors are not copied.
+            kwargs: the keyword arguments of the forward. Containers in them are saved in the same way.
 
         Returns:
             A context manager that yields the snapshot for `restore`. The snapshot is complete when the context ends.
@@ -191,7 +193,8 @@ class Snapshot:
         Args:
             model: the model.
             device: the device whose default generator is saved, in addition to the CPU's.
-            arguments: values whose mutable containers (lists, dicts, caches) are saved too.
+            arguments: the arguments of the model's forward. Of the mutable containers in them (lists, dicts, caches),
+                the references to their items are saved. Tensors are not copied.
         """
         generators = [*generators_of(model), torch.default_generator]
         if device.type != "cpu":

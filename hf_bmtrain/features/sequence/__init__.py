@@ -67,9 +67,9 @@ class SequenceParallel(Extension):
         if plan.late and rows is not None:
             rows.follow(plan.model)
         if not self._blocks:
-            # Undo what an earlier model with shared rows has changed in Accelerate. This is left out with `tp_size` (a
-            # grid), because the ranks of a tensor-parallel group may share rows without sequence parallelism, and for a
-            # memory prediction on the meta device, which reads no data.
+            # Undo what an earlier model with shared rows has changed in Accelerate. Do not undo it with `tp_size` (a
+            # grid), because the ranks of a tensor-parallel group may share rows without sequence parallelism. A memory
+            # prediction (on the meta device) reads no data, so it does not change Accelerate at all.
             if not plan.late and plan.world.grid is None and plan.world.device.type != "meta":
                 divide_batches(plan.model, plan.world)
             return

@@ -45,12 +45,15 @@ class _Short:
 
 
 def follow_short_training_batch(trainer: transformers.Trainer) -> None:
-    """Make a short last batch of an epoch count in training on several ranks as it does in one process.
+    """Correct training on several ranks for the last batch of an epoch, if it has too few rows for all ranks.
 
-    Accelerate fills up that batch with rows of the first batch, so that all ranks take the same number of steps. These
-    rows would count twice in this epoch, so they are removed. A rank that has only repeated rows keeps one of
-    them, with weight 0, because every rank must run the model. This function replaces three methods of `trainer`:
-    `get_batch_samples`, `training_step`, and the method that counts tokens.
+    Accelerate fills up such a batch with rows of the first batch, so that all ranks take the same number of steps.
+    These rows would count twice in the epoch. They are removed, so that the step is the same as in one process. A rank
+    that has only repeated rows keeps one of them, with weight 0, because every rank must run the model. If the rows
+    cannot be removed, rank 0 logs a warning with the reason.
+
+    This function replaces three methods of `trainer`: `get_batch_samples`, `training_step`, and the method that counts
+    tokens.
     """
     world = current_world()
     if world.size == 1 or "get_batch_samples" in vars(trainer):

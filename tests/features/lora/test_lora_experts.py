@@ -149,7 +149,7 @@ def second(model):
             (None, 1, {"targets": 1}), (None, 1, {"use_rslora": True}), (None, 1, {"r": 1}), (None, 1, {"r": 8}),
         ]),
     ],
-    ids=str,
+    ids=lambda value: getattr(value, "__name__", str(value)),  # not an address: xdist's processes must agree
 )  # fmt: skip
 def test_settings(prepare, split, options):
     compare(prepare, split, **options)

@@ -54,10 +54,10 @@ def all_reduce(x: torch.Tensor, op: str = "sum", comm: Any = None) -> torch.Tens
     """Reduce a tensor over all ranks, element by element. Differentiable.
 
     Collective: every rank must call it, and run its backward. Backward adds up the gradients that all ranks have of the
-    result. For "sum", the gradient of `x` is this total g. For "avg", it is g / world size. For "max" and "min", it is
-    g on the rank that has the maximum or minimum (divided evenly if several ranks have it), and 0 on others. For
-    "prod", it is g times the product of the other ranks' values. With `config["tp_comm"]`, g is this rank's own
-    gradient instead of a total, because those ranks compute one loss together.
+    result. For "sum", the gradient of `x` is this total g. For "avg", it is g / the number of ranks that take part. For
+    "max" and "min", it is g on the rank that has the maximum or minimum (divided evenly if several ranks have it), and
+    0 on others. For "prod", it is g times the product of the other ranks' values. With `config["tp_comm"]`, g is this
+    rank's own gradient instead of a total, because those ranks compute one loss together.
 
     Args:
         x: (...); shape and dtype must be equal on all ranks. The dtypes bool, int16 and complex are not supported.

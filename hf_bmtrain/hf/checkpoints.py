@@ -228,9 +228,10 @@ class TrainerCheckpoints:
         # ones from optimizer.pt, which it wrote after `save`: a scheduler may have changed the groups in between. So
         # put the newer ones back afterwards.
         groups = [{**group} for group in self._optimizer.param_groups]
-        # Trainer itself loads parameters that the ranks did not write, and those that the user has replaced. But it
-        # does not load each rank's own buffers: it loads no buffers if the model has adapters, and those of rank 0 if
-        # it has none. So buffers are loaded here, unless the user has replaced the weights.
+        # The parameters are left as Trainer has loaded them in two cases: the checkpoint has the weights that the
+        # model's `save_pretrained` wrote (`own` is False), or the user has replaced its weight files (`replaced`).
+        # Buffers are left so only in the second case. They may differ between ranks, but Trainer does not load each
+        # rank's own: of a model with adapters, it loads no buffers; of others, it loads those of rank 0 on every rank.
         own = writes_own_weights(self._model)
         replaced = own and _weights_were_replaced(place)
         parts = {"parameters": own and not replaced, "buffers": not replaced}
@@ -415,9 +416,10 @@ def _settle_earlier(folder: Path) -> None:
             os.rename(earlier, folder)
         except OSError as error:
             _log.warning(
-                "the checkpoint %s still has the name %s, which it got while a new checkpoint of the same step was "
-                "being saved. The new one was not saved completely and does not exist, but the earlier one could not "
-                "be given its own name again. Rename it by hand. The error was: %s", folder, earlier.name, error,
+                "the checkpoint %s was renamed to %s while a new checkpoint of the same step was being saved. The new "
+                "one was not saved completely and does not exist, but renaming the earlier one back failed. To use it, "
+                "rename its folder by hand from the second of these names to the first. The error was: %s",
+                folder, earlier.name, error,
             )  # fmt: skip
     elif _missing(folder) is None:
         remove(earlier, folder)

@@ -67,10 +67,10 @@ def _apply(function: type[torch.autograd.Function], *args: Any) -> Any:
 class Containers:
     """The mutable containers (lists, dicts, objects) among a layer's arguments, for one forward of the layer.
 
-    `leave_backward` creates this object. To have a function called at the end of the layer's backward, it has replaced
-    tensors in the layer's arguments by others. A container that has such tensors was modified in place, so it belongs
-    to the caller but contains the replacements. After the forward, `restore` puts the original tensors back. `added`
-    returns the tensors that the layer itself has put into the containers, which are treated like its outputs.
+    `leave_backward` creates this object after it has replaced tensors in the layer's arguments by new tensors, whose
+    backward calls a function. In a mutable container, tensors are replaced in place, although the container belongs to
+    the layer's caller. So after the forward, `restore` puts the original tensors back. `added` returns the tensors that
+    the layer itself has put into the containers, which are treated like its outputs.
     """
 
     def __init__(self, values: Sequence[Any], inputs: Sequence[torch.Tensor], guarded: Sequence[torch.Tensor]) -> None:

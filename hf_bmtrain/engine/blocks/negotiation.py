@@ -141,8 +141,9 @@ class Negotiation:
     def covers(self, buffer: ShardedBuffer) -> bool:
         """Return whether `buffer` was registered, so that the ranks agree on each of its collectives before issuing it.
 
-        If so, one backward may reduce the gradients of the buffer several times, because ranks need the reduction at
-        different times. The gradients are then final only at the end of the backward.
+        If so, the gradients of the buffer are final only at the end of a backward, not after their first reduction. In
+        a reduction, each rank sends the gradients that it has computed so far, or zeros. A rank that computes its
+        gradients later starts another reduction in the same backward, and the second mean is added to the first.
         """
         return buffer.number in self._requests
 

@@ -142,15 +142,19 @@ class Excerpt(NamedTuple):
 
 
 class Difference(NamedTuple):
-    """The first difference between the collective logs of two ranks, their lists of the operations they have issued.
+    """The earliest known position at or before which the collective logs of two ranks differ.
 
-    Only recent entries, which both ranks can still compute from their logs, are compared.
+    A collective log lists the operations that a rank has issued. Ranks compare digests, each a hash of all entries up
+    to a position. So a digest that differs shows a difference at its position or before it. Only the digests of recent
+    positions are compared, so the position of the first difference may be unknown.
 
     Attributes:
-        number: the position of the entry in both logs, counted from 1.
-        mine: this rank's entry.
-        theirs: the other rank's entry.
-        first: whether all earlier entries are known to be equal. False if the logs may differ even before this entry.
+        number: the position of the earliest digest that differs, counted from 1.
+        mine: this rank's entry at this position.
+        theirs: the other rank's entry at this position.
+        first: True if all earlier entries are equal, so that `mine` and `theirs` are the first entries that differ.
+            False if this is not known: the first difference may be in earlier entries, which were not compared. `mine`
+            and `theirs` may then even be equal.
     """
 
     number: int
@@ -254,10 +258,11 @@ class CollectiveLog:
         return _excerpt(self._memory)
 
     def compare(self, theirs: Excerpt) -> Difference | None:
-        """Return the first difference between this log and the last entries of another rank's log.
+        """Return the earliest difference that can be found between this log and another rank's log, or None.
 
-        Only entries for which this log still stores digests (hashes) are compared. Returns None if all of them are
-        equal.
+        The comparison covers the last entries of the other log, as far as this log has these entries and still stores
+        their digests (hashes of all entries up to a position). A digest also shows a difference in earlier entries. In
+        this case, or if it cannot be ruled out, the attribute `first` of the result is False.
 
         theirs: the last entries of the other rank's log, which its `excerpt` has returned.
         """

@@ -23,6 +23,7 @@ CHUNK = 1 << 18  # number of elements that the CPU converts to float64 at a time
 
 @cache
 def variant(dtype: torch.dtype) -> Variant:
+    """Return the CUDA source of the kernels that sum squares, with the macro for gradients of this dtype."""
     return Variant("grad_norm", (("ELEMENT", C_NAMES[dtype]),))
 
 

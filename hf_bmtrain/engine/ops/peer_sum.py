@@ -13,6 +13,11 @@ THREADS = 256
 
 @cache
 def variant(dtype: torch.dtype, summed: bool) -> Variant:
+    """Return the CUDA source of the kernel `peer_mean`, with the macros for these arguments.
+
+    dtype: the dtype of the gradients.
+    summed: whether the mean over the ranks is added to a float32 running sum.
+    """
     return Variant("peer_sum", (("ELEMENT", C_NAMES[dtype]), ("TOTAL", "float" if summed else "none")))
 
 

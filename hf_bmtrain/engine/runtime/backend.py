@@ -351,8 +351,8 @@ def _divide(
     ]
     once = "once per training step" if shard_over == "host+world" else "once per all-gather"
     _log.info(
-        "rank %d: %s: parameters are all-gathered first between hosts, so that each host receives every shard of the "
-        "other hosts only %s, and then inside each host with %s",
+        "rank %d: %s: parameters are all-gathered in two steps: first between hosts, where each host receives every "
+        "shard of the other hosts only %s, and then between the ranks of each host. Both steps use %s",
         rank, numbers, once, "gloo" if device.type == "cpu" else "NCCL",
     )  # fmt: skip
     return flat._replace(gather=two[0], reduce=two[1], sums=two[1])

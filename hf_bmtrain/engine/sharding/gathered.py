@@ -94,7 +94,10 @@ def _by_buffer(sharded_params: Iterable[DistributedParameter]) -> Iterator[Distr
 
 
 def clone_full_params(sharded_params: Iterable[DistributedParameter]) -> Wholes:
-    """Return {local parameter: a copy of its full parameter}. Collective: every rank must call it."""
+    """Return {local parameter: a copy of its full parameter}, which is what the type Wholes stands for.
+
+    Collective: every rank must call it.
+    """
     return {p: torch.nn.Parameter(p.full.detach().clone(), p.requires_grad) for p in _by_buffer(sharded_params)}
 
 

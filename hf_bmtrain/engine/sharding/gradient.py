@@ -129,8 +129,8 @@ class GradientBuffer:
     def free_if_unused(self) -> None:
         """Free the memory of the gradient (`shard` and the running sum), so that the next forward can use it.
 
-        Nothing is freed if a local parameter has a `.grad`, if the reduction of a gradient has not ended, or if
-        `decide` must still be called.
+        Nothing is freed in three cases: a local parameter has a `.grad`; a backward is writing to `shard` (from its
+        first gradient until `receive`); or `decide` must still be called, which may set a `.grad` to a view of `shard`.
         """
         if self.shard is not None and not self._begun and not self._absent and self._fresh:
             self.shard = self._total = self._squares = self._norms = None
@@ -255,13 +255,18 @@ class GradientBuffer:
         """Make the current stream wait for the mean that `send` has started, and set the `.grad` of local parameters.
 
         Under gradient accumulation, the new gradients are first added to the earlier ones. Each `.grad` is a view of
-        `shard`, this rank's shard of the flat gradient. A parameter that this rank did not use gets a `.grad` only if
-        another rank used it. If this must be known at once, because there are gradient hooks, the host waits too.
+        `shard`, this rank's shard of the flat gradient.
+
+        A parameter that has no `.grad` yet, and that this rank did not use in the backward, gets a `.grad` only if
+        another rank used it. This is known only when the mean has arrived on the device. The host does not wait for it
+        here, so this method leaves such a parameter undecided. `decide` waits later, and sets its `.grad` if needed.
+
+        If any local parameter of the buffer has a gradient hook, the host waits here, so that no parameter stays
+        undecided: all ranks must call the hooks in the same order.
 
         Returns:
-            True if `decide` must be called later, because this rank does not know yet whether another rank used the
-            parameters that it did not use. False if nothing is left to do; always False with one rank, or if there are
-            gradient hooks.
+            True if a parameter is undecided, so that `decide` must be called later. False otherwise; always False with
+            one rank, or if a local parameter has a gradient hook.
         """
         assert self._pending is not None and self.shard is not None
         self._pending.wait()
@@ -276,8 +281,8 @@ class GradientBuffer:
         if not self._absent:
             self._hand_out(self._indices)
             return False
-        # Gradient hooks may be collective, so all ranks must call them in the same order. So if there are any, find out
-        # now, and not later in `decide`, which parameters no rank used.
+        # Gradient hooks may be collective, so all ranks must call them in the same order. So if there are any, the host
+        # waits here, not later in `decide`, to find out which parameters no rank used. With one rank, it need not wait.
         hooked = any(local is not None and local._gradient_hooks for local in (each() for each in self.slices))
         if hooked or self._alone:
             self._absent, unused = [], self._find_unused()

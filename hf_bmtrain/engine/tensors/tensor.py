@@ -415,7 +415,9 @@ class _Call:
             self.tensors = list(find_tensors((args, kwargs)))
             self.slices: list[Any] = [each for each in self.tensors if isinstance(each, ShardBase)]
             recorded = any(getattr(each, "is_parameter", each.requires_grad) for each in self.tensors)
-            initializes = getattr(func, "__module__", "") == "torch.nn.init"  # these functions write under no_grad
+            # Functions of torch.nn.init enter no_grad themselves, but only after this point. So autograd does not
+            # record them, even if gradients are enabled here.
+            initializes = getattr(func, "__module__", "") == "torch.nn.init"
             self.full = recorded and torch.is_grad_enabled() and not initializes
             self.in_place = name.endswith("_") and not name.startswith("__")
             self.base = name[:-1] if self.in_place else name

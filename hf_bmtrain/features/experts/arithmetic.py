@@ -32,7 +32,18 @@ def serves(rows: Tensor, parts: int = 1) -> bool:
 
 @functools.cache
 def variant(rows: torch.dtype, out: torch.dtype, weighted: bool) -> Variant:
-    """Return the variant of the CUDA kernels for `rows` and `out` of these dtypes, with weights or without."""
+    """Return the CUDA source of this module's kernels (kernels/experts.cu) with the macros for these arguments.
+
+    The kernels are `sum_rows`, `sum_rows_backward` and, for the gate, `silu_gate` and `silu_gate_backward`.
+
+    Args:
+        rows: the dtype of the rows of tokens, which `sum_rows` adds up; for the kernels of the gate, the dtype of all
+            their tensors.
+        out: the dtype of the sums that `sum_rows` writes, and of their gradient, which `sum_rows_backward` reads. It is
+            `rows` or float32. The kernels of the gate do not use it.
+        weighted: whether `sum_rows` multiplies each row by a weight of the router, in float32. The other kernels do not
+            use it.
+    """
     names = (("ELEMENT", C_NAMES[rows]), ("OUT", C_NAMES[out]), ("WEIGHT", "float" if weighted else "none"))
     return Variant("experts", names)
 

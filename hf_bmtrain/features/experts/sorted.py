@@ -266,9 +266,12 @@ def _sum_of_each_token(rows: Tensor, places: Tensor, weights: Tensor | None = No
     places: (tokens, k), the indices of each token's rows.
     weights: (tokens, k), which the rows are multiplied by first; None for ones.
     """
-    # In a compiled forward, Inductor fuses the sum with what follows it. In a backward, a norm's reduction follows, for
-    # which the fused kernel would read all rows twice. So there the sum stays by itself.
-    alone = weights is None or not torch.compiler.is_compiling() and weights.dtype != torch.float64
+    # `alone`: compute the sum with a kernel of its own, `sum_rows`. This is done in two cases:
+    # - in a backward (of `Spread`, the only caller without weights), compiled or not. In compiled code, Inductor would
+    #   fuse the sum with the reduction of a norm that follows it, and the fused kernel would read all rows twice.
+    # - in a forward that is not compiled, unless the weights are float64, for which there is no kernel.
+    # In a compiled forward, the sum is left to Inductor, which fuses it with what follows.
+    alone = weights is None or (not torch.compiler.is_compiling() and weights.dtype != torch.float64)
     if alone and serves(rows):
         return sum_rows(rows, places, weights)
     if not torch.compiler.is_compiling():

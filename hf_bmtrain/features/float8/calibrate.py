@@ -87,9 +87,11 @@ class Calibration(Observer):
 
     @property
     def has_measured(self) -> bool:
-        """Whether this rank has measured the layers, but the ranks have not decided yet.
+        """Whether this rank has finished measuring the rounding noise of float8 in the outputs of the layers.
 
-        If this is True on all ranks when a checkpoint is saved, they decide first, so that the decision is saved too.
+        From these measurements, `decide` determines which layers keep float8. If all ranks have measured but not yet
+        decided when a checkpoint is saved, they decide first, so that the decision is saved too. Always False in a
+        subclass that decides right after measuring.
         """
         raise NotImplementedError
 
@@ -325,6 +327,10 @@ def _tell(ratios: dict[str, float]) -> None:
 
 def decibels(signal: float, noise: float) -> float:
     """Return the signal-to-noise ratio in dB, 10 log10(signal / noise), or inf if either number is zero or not finite.
+
+    With inf, a layer keeps float8. These cases are no reason to switch it off: without noise the output is exact;
+    without a signal the output is zero, or the layer was not called; and a number that is not finite means that the
+    output overflowed, which is not rounding noise.
 
     Args:
         signal: the sum of squares of the exact output.

@@ -93,20 +93,30 @@ def factors_of(a: Tensor, b: Tensor, dtype: torch.dtype, adapter: Adapter) -> tu
 def enter(x: Tensor, factor: Tensor, adapter: Adapter, rank: int, scaled: bool) -> Tensor:
     """Return the product with the adapter's matrix that comes first: x Aᵀ in the forward, s dy B in the backward.
 
-    `add_products` then multiplies this result by the other matrix. s is the adapter's scaling. If the adapter is split
-    (`Adapter.split`), its float32 matrices are represented as sums of bfloat16 matrices.
+    `add_products` then multiplies this result, u, by the other matrix. s is the adapter's scaling.
+
+    If the adapter is split (`Adapter.split`), each float32 matrix P is represented as the sum hi + lo of two bfloat16
+    matrices, and its factor is the stack of rows [hi; lo; hi; hi]. With hi and lo of the argument `factor`, the product
+    is p + q, where p = s x hiᵀ and q = s x loᵀ are computed in float32. p and q are then rounded to bfloat16: hi(p) and
+    hi(q) are the rounded values, and lo(p) = p - hi(p), rounded too. u has the columns [lo(p) | hi(p) | hi(q) | hi(p)].
+    Hence, with hi and lo of the other matrix,
+
+        u @ [hi; lo; hi; hi] = lo(p) hi + hi(p) lo + hi(q) hi + hi(p) hi.
+
+    hi(p) occurs twice, because it is multiplied by lo and by hi. The products lo(p) lo and hi(q) lo are left out: they
+    are about as small as the rounding errors.
 
     Args:
         x: (rows, width): in the forward the layer's input, in the backward dy, the gradient of its output.
         factor: A or Bᵀ, (r, width) or, if the adapter is split, the stack (4 r, width) that `factors_of` makes of it.
         adapter: the settings of the adapter.
         rank: the rank r of the adapter.
-        scaled: whether to multiply by s. If the adapter is split, the result always includes s.
+        scaled: whether the result includes s. If the adapter is split, this argument is ignored, and the result
+            includes s in the forward, too: it is then s x Aᵀ.
 
     Returns:
-        (rows, r). If the adapter is split, (rows, 4 r): four bfloat16 tensors (rows, r), side by side. The first three
-        sum to the product. The fourth is equal to the second: `add_products` multiplies the four by the matrices hi,
-        lo, hi and hi (see `factors_of`), so these equal tensors are multiplied by lo and by hi.
+        (rows, r). If the adapter is split, (rows, 4 r): four bfloat16 tensors (rows, r), side by side, in the order
+        above. The first three sum to the product.
     """
     if not adapter.split:
         return _scaled_product(x, factor.t(), adapter.scaling if scaled else 1.0)
@@ -149,7 +159,9 @@ def add_products(y: Tensor, us: list[Tensor], factors: list[Tensor], scalings: l
             the adapter is split (`Adapter.split`).
         split: whether all adapters are split: their float32 matrices are represented by sums of bfloat16 matrices.
     """
-    if split and len(us) > 1:  # one product for all adapters, so that y is rounded once
+    if split and len(us) > 1:
+        # Compute one product for all adapters, so that y is rounded once. It needs a single scaling, which is 1: u
+        # includes s if the adapter is split, so all scalings are 1.
         us, factors = [torch.cat(us, 1)], [torch.cat(factors)]
         scalings = scalings[:1]
     for u, factor, scaling in zip(us, factors, scalings, strict=True):

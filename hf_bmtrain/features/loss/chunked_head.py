@@ -62,9 +62,12 @@ def fuse_causal_loss(model: torch.nn.Module) -> bool:
 class ChunkedHead:
     """A model's output layer that can return a placeholder (`UnbornLogits`) instead of logits.
 
-    The attribute `_bmt_armed` says whether the layer now returns the placeholder, because a training forward with
-    labels is running. `_bmt_warned` says whether the warning that full logits are computed was already logged, which is
-    done only once.
+    The placeholder stores the layer's input, the hidden states. When the model passes it to cross_entropy, the loss is
+    computed in chunks of rows, so that the full logits are never in memory.
+
+    The layer returns the placeholder only while the attribute `_bmt_armed` is True, which is during a training forward
+    with labels. Otherwise it returns logits. `_bmt_warned` says whether the warning that full logits are computed after
+    all was already logged, which is done only once.
     """
 
     _bmt_armed: bool = False

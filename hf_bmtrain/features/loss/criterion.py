@@ -113,7 +113,8 @@ class Criterion:
 
         Args:
             losses: float32, of the targets' shape: the loss of each row, 0 for ignored targets.
-            factor: (1,) float32, the tensor that the method `factor` returned for these targets.
+            factor: (1,) float32, the tensor that the method `factor` returned for these targets. For a mean of 1000
+                losses it is 1 / 1000; for a sum it is 1.
         """
         return losses if self.reduction == "none" else losses.sum() * factor[0]
 

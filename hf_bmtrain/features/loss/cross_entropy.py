@@ -25,12 +25,27 @@ PART_VECTORS = 2048
 
 @cache
 def gradient_variant(dtype: torch.dtype, general: bool, weighted: bool) -> Variant:
+    """Return the CUDA source kernels/cross_entropy_gradient.cu with the macros for these arguments.
+
+    Its kernels compute or rescale a gradient.
+
+    dtype: the dtype of the logits and of their gradient.
+    general: whether the kernels support label smoothing, class weights and a softcap.
+    weighted: whether there are class weights. If so, `general` must be True.
+    """
     macros = ("ELEMENT", C_NAMES[dtype]), ("GENERAL", str(int(general))), ("WEIGHT", "float" if weighted else "none")
     return Variant("cross_entropy_gradient", macros)
 
 
 @cache
 def rows_variant(dtype: torch.dtype, general: bool, weighted: bool, cluster: int) -> Variant:
+    """Return the CUDA source kernels/cross_entropy.cu with the macros for these arguments.
+
+    One of its kernels computes the losses, the other also the gradient.
+
+    dtype, general, weighted: as in `gradient_variant`.
+    cluster: the number of thread blocks that process a row together: 1, 2, 4 or 8.
+    """
     macros = gradient_variant(dtype, general, weighted).macros
     return Variant("cross_entropy", (("CLUSTER", str(cluster)), *macros))
 

@@ -396,12 +396,15 @@ class Activations:
     def mark(self, recomputed: bool) -> None:
         """Record the allocator's peak since the last call, and reset it. Called in a backward while memory is measured.
 
-        Peaks of two kinds are recorded. If the last call had `recomputed=True`, recomputed activations of a block were
-        alive until now, and the peak counts as one of the backward. Otherwise it counts as one of the forward, even if
-        it occurred in a backward, because no recomputed activations were alive. The schedule is also asked to call
-        `finish_backward` at the end of this backward.
+        It is called with False when a block's backward begins, and with True when the recomputation of the block's
+        forward begins. From a call with True to the next call, or to the end of the backward, recomputed activations
+        of the block are alive, and the peak of this time is recorded as one of the backward. All other peaks are
+        recorded as peaks of the forward, because no recomputed activations are alive. That includes the time from a
+        call with False to the next call, although it is part of a backward.
 
-        recomputed: True at the start of a block's recomputation, False at the start of a block's backward.
+        The schedule is also asked to call `finish_backward` at the end of this backward.
+
+        recomputed: False at the start of a block's backward, True at the start of a block's recomputation.
         """
         self._take_peak(recomputed)
         self._schedule.join_backward(self._planner)
@@ -508,7 +511,9 @@ class Activations:
             tuple(block.number for block in blocks),
         )  # fmt: skip
         agreed = agree(world, mine) if self.together else combine([mine])
-        assert agreed is not None  # None would mean that no optimizer has stepped, or a rank's `rooms` are not known
+        # It would be None only if no Reading said that the optimizer has stepped, or if the `rooms` of one were None.
+        # Here every rank's Reading has stepped=True and known `rooms`.
+        assert agreed is not None
         blocks = _numbered(blocks, agreed.blocks)
         sizes = Sizes(agreed.activations, agreed.attention, [0] * len(blocks), agreed.attention_first)
         plan = make_plan(sizes, *agreed.rooms)

@@ -98,8 +98,12 @@ class Format:
         if not len(flat) or flat.is_meta:
             return packed.view(-1)
         absmax = torch.cat([_blocks(chunk).abs().amax(-1) for chunk in flat.split(_CHUNK * CELL)])
+        # `PackedStorage.fill` puts the name of the weight and of the format before the texts of these errors.
         if not absmax.isfinite().all():
-            raise ValueError("the weight contains inf or NaN (check the checkpoint from which it was loaded)")
+            raise ValueError(
+                "quantization needs finite values, but the weight contains inf or NaN (check the checkpoint from which "
+                "it was loaded)"
+            )
         scales = self._put_scales(packed[:, self._codes :], absmax, -(-len(flat) // BLOCK))
         if not (scales if self.values else scales * _FP8_MOST).to(values.dtype).isfinite().all():
             raise ValueError(
@@ -301,6 +305,11 @@ def _blocks(flat: Tensor) -> Tensor:
 
 @cache
 def variant(form: Format, dtype: torch.dtype) -> Variant:
+    """Return the CUDA source of the kernel that unpacks weights (kernels/quantize.cu), with the macros for a format.
+
+    form: the format of the packed weights.
+    dtype: the dtype to which they are unpacked.
+    """
     tables = "float" if form.values else "none"
     defines = {"BITS": str(form.bits), "SCALE_BITS": str(form.scale_bits), "ELEMENT": C_NAMES[dtype], "TABLES": tables}
     return Variant("quantize", tuple(defines.items()))

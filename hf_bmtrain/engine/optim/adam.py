@@ -72,8 +72,8 @@ class AdamOptimizer(torch.optim.Optimizer):
             weights.) Parameter groups may have different values.
         exp_avg_dtype: the dtype of m, torch.float32 or torch.bfloat16. bfloat16 values are rounded stochastically. The
             random bits depend on the element and the step, but not on the number of ranks. An exception are options
-            with which a single rank stores parameters in another order than several ranks, such as float8=True: the
-            random bits then differ between one and several ranks.
+            with which a single rank stores parameters in another order than several ranks: the random bits then differ
+            between one and several ranks.
         state_bits: 32, or 8 to store m and v in 8 bits, rounded stochastically, with an exponent for every 32 elements.
             With 8, residuals may be off by their last bit, and the state takes 2.06 bytes per element of a float32
             weight, 4.06 of a bfloat16 weight on CUDA, and 6.06 of other half-precision weights. Checkpoints have

@@ -255,7 +255,7 @@ class RunState:
         index_base: the number of the run's first element, if all elements of the optimizer are numbered as by
             `index_bases`. Stochastic rounding derives its random bits from these numbers. They do not depend on the
             number of ranks, unless flat buffers contain other parameters with one rank than with several, for example
-            because weights are all-gathered in float8.
+            because weights are all-gathered in another dtype.
         version: torch's version counter of the weights when the masters last agreed with them; -1 if the masters were
             loaded and have not been compared with the weights yet.
         uncounted: True if the weights may be written without a change of their version, as by `.data.fill_()` of an

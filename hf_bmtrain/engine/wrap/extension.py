@@ -74,7 +74,7 @@ class Extension:
     def prepare(self, plan: WrapPlan) -> None:
         """Change modules and parameters of `plan.model`, as `choose` has decided, before they are sharded.
 
-        For example, make linear layers compute in float8.
+        For example, change how linear layers compute.
         """
 
     def separate(self, plan: WrapPlan) -> set[int]:

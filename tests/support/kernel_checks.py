@@ -93,8 +93,9 @@ def check_sums_of_rows(place: Place, dtype: torch.dtype, weighted: torch.dtype |
     weights = None if weighted is None else torch.rand(tokens, k).to(weighted)
     factors = torch.ones(tokens, k) if weights is None else weights
     products = values.double()[places] * factors.double()[..., None]
-    found = experts.sum_rows(apart, place(places), None if weights is None else place(weights))
-    assert found.dtype == (dtype if weighted is None else torch.promote_types(dtype, weighted))
+    promoted = dtype if weighted is None else torch.promote_types(dtype, weighted)
+    found = experts.sum_rows(apart, place(places), None if weights is None else place(weights), promoted)
+    assert found.dtype == promoted
     assert_rounded_once(found, products.sum(1), products.abs().sum(1))
     if weights is not None:
         dout = torch.randn(width, tokens).to(found.dtype).t()  # not contiguous

@@ -25,9 +25,12 @@ _VECTOR = 16  # bytes
 def serves(rows: Tensor, parts: int = 1) -> bool:
     """Return whether the kernels can be used for `rows`, (rows, width), if they take each row as `parts` equal parts.
 
-    They need a GPU, a dtype of 16 or 32 bits, and parts of whole vectors of 16 bytes.
+    They need a GPU, a dtype of 16 or 32 bits, and parts of whole vectors of 16 bytes. Meta tensors stand for tensors on
+    a GPU, in predictions of memory.
     """
-    return rows.is_cuda and rows.dtype in C_NAMES and rows.shape[-1] * rows.itemsize % (_VECTOR * parts) == 0
+    if rows.device.type not in ("cuda", "meta") or rows.dtype not in C_NAMES:  # torch 2.6 cannot trace `is_cuda` here
+        return False
+    return rows.shape[-1] * rows.itemsize % (_VECTOR * parts) == 0
 
 
 @functools.cache
@@ -79,33 +82,30 @@ def _operator(schema: str, fake: Callable[..., Any]) -> Callable[[Callable[..., 
 
 
 @_operator(
-    "(Tensor rows, Tensor places, Tensor? weights=None) -> Tensor",
-    lambda rows, places, weights=None: rows.new_empty(places.shape[0], rows.shape[1], dtype=_sum_dtype(rows, weights)),
+    "(Tensor rows, Tensor places, Tensor? weights=None, ScalarType? dtype=None) -> Tensor",
+    lambda rows, places, weights=None, dtype=None: rows.new_empty(places.shape[0], rows.shape[1], dtype=dtype),
 )
-def sum_rows(rows: Tensor, places: Tensor, weights: Tensor | None = None) -> Tensor:
+def sum_rows(rows: Tensor, places: Tensor, weights: Tensor | None = None, dtype: torch.dtype | None = None) -> Tensor:
     """Return the sum of each token's k rows, each multiplied by its weight. They are added in the order of `places`.
 
     Args:
         rows: (tokens * k, width).
         places: (tokens, k) int64, the indices of each token's rows.
         weights: (tokens, k), or None for ones.
+        dtype: the dtype of the result: torch.float32 or, as by default, that of `rows`.
 
     Returns:
-        (tokens, width), in the dtype to which torch promotes those of `rows` and `weights`.
+        (tokens, width).
     """
     tokens, k = places.shape
-    out = rows.new_empty(tokens, rows.shape[1], dtype=_sum_dtype(rows, weights))
-    if not rows.is_cuda:
+    out = rows.new_empty(tokens, rows.shape[1], dtype=dtype)
+    if not _on_gpu(rows):
         picked = rows.index_select(0, places.reshape(-1)).view(tokens, k, rows.shape[1]).float()
         return out.copy_((picked if weights is None else picked * weights[..., None].float()).sum(1))
     factors = None if weights is None else _dense(weights.float())
     launch = variant(rows.dtype, out.dtype, weights is not None), "sum_rows", tokens
     _launch(*launch, out.shape[1] * rows.itemsize, _dense(rows), _dense(places), factors, k, out)
     return out
-
-
-def _sum_dtype(rows: Tensor, weights: Tensor | None) -> torch.dtype:
-    return rows.dtype if weights is None else torch.promote_types(rows.dtype, weights.dtype)
 
 
 @_operator(
@@ -129,7 +129,7 @@ def sum_rows_backward(dout: Tensor, rows: Tensor, weights: Tensor, order: Tensor
     """
     drows, dweights = rows.new_empty(rows.shape), weights.new_empty(weights.shape, dtype=torch.float32)
     k = weights.shape[1]
-    if not rows.is_cuda:
+    if not _on_gpu(rows):
         picked = dout.index_select(0, order // k).float()
         dweights.view(-1)[order] = (picked * rows.float()).sum(1)
         return drows.copy_(picked * weights.float().reshape(-1, 1).index_select(0, order)), dweights
@@ -144,10 +144,8 @@ def silu_gate(x: Tensor) -> Tensor:
 
     In compiled code it consists of torch's operators, of which Inductor makes a kernel that is as fast.
     """
-    if torch.compiler.is_compiling() or not x.is_cuda:
-        gate, up = x.chunk(
-            2, 1
-        )  # not `x.float()`: `to` of the same dtype loses the gradient in code compiled by torch 2.11
+    if torch.compiler.is_compiling() or not _on_gpu(x):
+        gate, up = x.chunk(2, 1)
         return torch.nn.functional.silu(gate) * up
     out = x.new_empty(x.shape[0], x.shape[1] // 2)
     _launch(variant(x.dtype, x.dtype, False), "silu_gate", len(x), out.shape[1] * x.itemsize, _dense(x), out)
@@ -163,7 +161,7 @@ def silu_gate_backward(x: Tensor, dout: Tensor) -> Tensor:
         dout: (rows, width), the gradient of the result.
     """
     dx = x.new_empty(x.shape)
-    if not x.is_cuda:
+    if not _on_gpu(x):
         (gate, up), dy = x.float().chunk(2, 1), dout.float()
         sigmoid = gate.sigmoid()
         return dx.copy_(torch.cat([dy * up * (sigmoid + gate * sigmoid * (1 - sigmoid)), dy * gate * sigmoid], 1))
@@ -172,20 +170,24 @@ def silu_gate_backward(x: Tensor, dout: Tensor) -> Tensor:
     return dx
 
 
+def _on_gpu(x: Tensor) -> bool:
+    return x.is_cuda or x.is_meta
+
+
 def _dense(x: Tensor) -> Tensor:
     """Return x itself or a copy that is contiguous and begins at a multiple of 16 bytes."""
     x = x.contiguous()
-    return x if x.data_ptr() % _VECTOR == 0 else x.clone()
+    return x if x.is_meta or x.data_ptr() % _VECTOR == 0 else x.clone()
 
 
 def _launch(chosen: Variant, name: str, grid: int, row: int, *values: Any, threads: int = 0) -> None:
-    """Launch the CUDA kernel `name`. Do nothing if there are no rows.
+    """Launch the CUDA kernel `name`. Do nothing if there are no rows, and on meta tensors.
 
     chosen: the variant. grid: the number of thread blocks. row: the bytes of a row, which is divided into vectors.
     values: the kernel's arguments after the number of vectors; the last one is written.
     threads: the number of threads of a block; 0 for one per vector, up to 256.
     """
-    if grid:
+    if grid and not values[-1].is_meta:
         vectors = row // _VECTOR
         block = threads or min(_THREADS, -(-vectors // 32) * 32)
         kernel(chosen, name, values[-1].device)(grid, block, vectors, *values)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterable
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,6 +20,7 @@ FACTORS = "lora_factors"
 _SETTINGS = ("down_proj", "has_gate", "has_bias", "is_transposed", "num_experts", "config")
 _MODULE = "transformers.integrations.moe"
 """The module that defines the forward of every class of experts that can run with grouped_mm."""
+_GATE = (_MODULE, "_default_apply_gate")
 _SILU = (("torch.nn.modules.activation", "SiLU"), ("transformers.activations", "SiLUActivation"))
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
@@ -34,9 +35,6 @@ class SortedExperts(OnlyWhileSharded):
     passed as the keyword argument `lora_factors`, or if gradients are enabled and transformers would run its
     implementation "grouped_mm" (`_replaces` has all conditions).
     """
-
-    _default_gate: ClassVar[bool]
-    """Whether the class has transformers' own `_apply_gate`."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         factors = kwargs.pop(FACTORS, None)
@@ -76,9 +74,7 @@ def sort_experts(modules: Iterable[torch.nn.Module]) -> int:
 @functools.cache
 def _extended_class(cls: Any) -> Any:
     """Return a subclass of SortedExperts and `cls`, to be assigned to `__class__` of a module of class `cls`."""
-    extended = extend_class(SortedExperts, cls, {})
-    extended._default_gate = cls._apply_gate is cls.forward.__globals__.get("_default_apply_gate")
-    return extended
+    return extend_class(SortedExperts, cls, {})
 
 
 def _replaces(experts: Any) -> bool:
@@ -160,14 +156,16 @@ def _product(experts: Any, factors: dict[str, Factors], numbers: Tensor, ends: T
 
 def _has_silu_gate(experts: Any) -> bool:
     """Return whether `experts` has the gate of transformers, silu(gate) * up, without hooks that have to be called."""
-    if not experts._default_gate:
+    gate = type(experts)._apply_gate
+    if (gate.__module__, gate.__name__) != _GATE or "_apply_gate" in vars(experts):
         return False
     act = experts.act_fn
-    if (type(act).__module__, type(act).__name__) not in _SILU:
+    cls = type(act)
+    if (cls.__module__, cls.__name__) not in _SILU or cls.forward.__module__ != cls.__module__:
         return False
-    return not ("_apply_gate" in vars(experts) or "forward" in vars(act) or has_global_hooks()) and not any(
-        getattr(act, hooks) for hooks in _HOOKS
-    )
+    if "forward" in vars(act) or has_global_hooks():
+        return False
+    return not any(getattr(act, hooks) for hooks in _HOOKS)
 
 
 def _combined(factors: Factors, matrices: Tensor) -> tuple[Tensor, Tensor]:
@@ -266,14 +264,19 @@ def _sum_of_each_token(rows: Tensor, places: Tensor, weights: Tensor | None = No
     places: (tokens, k), the indices of each token's rows.
     weights: (tokens, k), which the rows are multiplied by first; None for ones.
     """
-    # `alone`: compute the sum with a kernel of its own, `sum_rows`. This is done in two cases:
+    # The sum is computed by a kernel of its own, `sum_rows`, in two cases:
     # - in a backward (of `Spread`, the only caller without weights), compiled or not. In compiled code, Inductor would
     #   fuse the sum with the reduction of a norm that follows it, and the fused kernel would read all rows twice.
-    # - in a forward that is not compiled, unless the weights are float64, for which there is no kernel.
+    # - in a forward that is not compiled, unless the weights are float64, for which there is no kernel. As torch's
+    #   product and sum would do, it returns the dtype to which those of rows and weights are promoted, or float32 under
+    #   autocast.
     # In a compiled forward, the sum is left to Inductor, which fuses it with what follows.
-    alone = weights is None or (not torch.compiler.is_compiling() and weights.dtype != torch.float64)
-    if alone and serves(rows):
-        return sum_rows(rows, places, weights)
+    if weights is None:
+        if serves(rows):
+            return sum_rows(rows, places)
+    elif not torch.compiler.is_compiling() and weights.dtype != torch.float64 and serves(rows):
+        promoted = torch.promote_types(rows.dtype, weights.dtype)
+        return sum_rows(rows, places, weights, torch.float32 if torch.is_autocast_enabled("cuda") else promoted)
     if not torch.compiler.is_compiling():
         found = rows.index_select(0, places.view(-1)).view(*places.shape, rows.shape[1])
         return (found if weights is None else found * weights[..., None]).sum(1)

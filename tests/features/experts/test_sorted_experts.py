@@ -12,7 +12,7 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 import hf_bmtrain as bmt
 from beside_twin import loss_of, train_beside
 from cases import full, in_full
-from expert_layers import LAYOUTS, WIDTH, Layer, run
+from expert_layers import INNER, LAYOUTS, WIDTH, Layer, run
 from hf_bmtrain.features.experts import arithmetic, products, sort_experts
 from hf_bmtrain.features.experts import sorted as sorted_experts
 from hf_bmtrain.features.experts.sorted import SortedExperts
@@ -138,7 +138,22 @@ def test_operators(backend: str | None, monkeypatch: pytest.MonkeyPatch) -> None
         torch.testing.assert_close(found[name], wanted, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("change", ["hook", "forward", "gate", "activation", "class"])
+def test_predicted_memory() -> None:
+    """On meta tensors, of which memory is predicted, a gate saves what it saves on a GPU: its argument alone."""
+    layer = Layer("mixtral").bfloat16().to("meta")
+    sort_experts(layer.modules())
+    saved: list[tuple[int, ...]] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: saved.append(tuple(x.shape)) or x, lambda x: x):
+        x, weights = (torch.randn(6, n, device="meta", dtype=torch.bfloat16, requires_grad=True) for n in (WIDTH, 2))
+        y = layer.experts(x, torch.zeros(6, 2, dtype=torch.long, device="meta"), weights)
+    y.backward(torch.empty_like(y))
+    assert x.grad.shape == x.shape
+    assert saved.count((12, 2 * INNER)) == 1 and saved.count((12, INNER)) == 1  # the other one is of the product
+
+
+@pytest.mark.parametrize(
+    "change", ["hook", "forward", "gate", "activation", "gate of the class", "forward of the class", "class"]
+)
 def test_other_gates_are_called(change: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sorted_experts, "serves", lambda rows, parts=1: rows.dtype in arithmetic.C_NAMES)
     results = []
@@ -153,6 +168,10 @@ def test_other_gates_are_called(change: str, monkeypatch: pytest.MonkeyPatch) ->
             experts._apply_gate = lambda x: x.chunk(2, -1)[1].tanh()
         elif change == "activation":
             experts.act_fn = nn.GELU()
+        elif change == "gate of the class":
+            monkeypatch.setattr(type(experts), "_apply_gate", lambda self, x: x.chunk(2, -1)[0].tanh())
+        elif change == "forward of the class":
+            monkeypatch.setattr(type(experts.act_fn), "forward", lambda self, x: x.tanh())
         if sort:
             sort_experts(layer.modules())
         results.append(run(layer, torch.float32))

@@ -458,9 +458,12 @@ CASES: list[tuple[Any, ...]] = [
     (from_blocks_by_hook,),
     *((from_blocks_in_checkpoint, *each) for each in ((False, False), (False, True), (True, False), (True, True))),
     (compiled_blocks, False), (compiled_blocks, True),
-    (compiled_model, Model), (compiled_model, Tables), (compiled_model, ReturnsRows), (compiled_model_returns,),
+    (compiled_model, Model), (compiled_model_returns,),
 ]  # fmt: skip
-MORE_CASES = [(from_blocks, form) for form in FORMS if form not in SEARCHED]
+MORE_CASES = [
+    *((from_blocks, form) for form in FORMS if form not in SEARCHED),
+    (compiled_model, Tables), (compiled_model, ReturnsRows),
+]  # fmt: skip
 
 
 def name(case: Any) -> str:

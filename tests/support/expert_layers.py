@@ -1,4 +1,4 @@
-"""A layer of experts of transformers, of three kinds, and its gradients."""
+"""A layer of experts of transformers, of five kinds, and its gradients."""
 
 import torch
 import transformers
@@ -8,21 +8,27 @@ WIDTH, INNER, COUNT = 16, 24, 5
 LAYOUTS = {
     "mixtral": ("mixtral.modeling_mixtral.MixtralExperts", "MixtralConfig"),
     "gpt_oss": ("gpt_oss.modeling_gpt_oss.GptOssExperts", "GptOssConfig"),  # transposed, with biases, interleaved
+    "aria": ("aria.modeling_aria.AriaExperts", "AriaTextConfig"),  # transposed
     "nemotron_h": ("nemotron_h.modeling_nemotron_h.NemotronHExperts", "NemotronHConfig"),  # without gate
+    "muse_spark": (
+        "muse_spark.modeling_muse_spark.MuseSparkExperts",
+        "MuseSparkTextConfig",
+    ),  # a norm behind the experts
 }
 
 
 class Layer(nn.Module):
     """Routes to fixed experts, one of which gets no token."""
 
-    def __init__(self, layout: str) -> None:
+    def __init__(self, layout: str, width: int = WIDTH, inner: int = INNER, implementation: str = "grouped_mm") -> None:
         super().__init__()
         path, config = LAYOUTS[layout]
         folder, module, name = path.split(".")
         cls = getattr(getattr(getattr(transformers.models, folder), module), name)
-        settings = {"hidden_size": WIDTH, "intermediate_size": INNER, "moe_intermediate_size": INNER}
-        counts = dict.fromkeys(("num_local_experts", "num_experts", "n_routed_experts"), COUNT)
-        self.experts = cls(getattr(transformers, config)(**settings, **counts, experts_implementation="grouped_mm"))
+        settings = {"hidden_size": width, "intermediate_size": inner, "moe_intermediate_size": inner}
+        settings |= {"moe_hidden_size": width, "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 6}
+        counts = dict.fromkeys(("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts"), COUNT)
+        self.experts = cls(getattr(transformers, config)(**settings, **counts, experts_implementation=implementation))
         torch.manual_seed(0)
         for parameter in self.experts.parameters():
             nn.init.normal_(parameter, std=0.3)

@@ -92,7 +92,7 @@ def sum_rows(rows: Tensor, places: Tensor, weights: Tensor | None = None, dtype:
         rows: (tokens * k, width).
         places: (tokens, k) int64, the indices of each token's rows.
         weights: (tokens, k), or None for ones.
-        dtype: the dtype of the result: torch.float32 or, as by default, that of `rows`.
+        dtype: the dtype of the result: that of `rows`, the default, or, with weights, torch.float32.
 
     Returns:
         (tokens, width).

@@ -12,7 +12,7 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 import hf_bmtrain as bmt
 from beside_twin import loss_of, train_beside
 from cases import full, in_full
-from expert_layers import INNER, LAYOUTS, WIDTH, Layer, run
+from expert_layers import INNER, WIDTH, Layer, run
 from hf_bmtrain.features.experts import arithmetic, products, sort_experts
 from hf_bmtrain.features.experts import sorted as sorted_experts
 from hf_bmtrain.features.experts.sorted import SortedExperts
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.skipif(products._KERNEL is None, reason="torch has no g
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", ["mixtral", "gpt_oss", "nemotron_h"])
 def test_is_grouped_mm(layout: str, dtype: torch.dtype) -> None:
     """The forward has the same bits."""
     plain, layer = Layer(layout).to(dtype), Layer(layout).to(dtype)

@@ -9,11 +9,11 @@ from unittest import mock
 import pytest
 import torch
 import transformers
-from torch import nn
 
 import hf_bmtrain as bmt
 from beside_twin import loss_of, train_beside
 from cases import by_default, full, in_full, rows_in_full
+from expert_layers import LAYOUTS, Layer
 from hf_bmtrain.features.experts import products
 from hf_bmtrain.features.experts import sorted as sorted_experts
 from hf_bmtrain.features.experts.sorted import SortedExperts
@@ -23,45 +23,13 @@ from log_lines import log_lines
 from ranks import on_ranks
 
 peft = pytest.importorskip("peft")
-WIDTH, INNER, COUNT = 12, 10, 5
-LAYOUTS = {
-    "mixtral": ("mixtral.modeling_mixtral.MixtralExperts", "MixtralConfig"),
-    "gpt_oss": ("gpt_oss.modeling_gpt_oss.GptOssExperts", "GptOssConfig"),  # transposed, with biases, interleaved
-    "aria": ("aria.modeling_aria.AriaExperts", "AriaTextConfig"),  # transposed
-    "nemotron_h": ("nemotron_h.modeling_nemotron_h.NemotronHExperts", "NemotronHConfig"),  # without gate
-    "muse_spark": (
-        "muse_spark.modeling_muse_spark.MuseSparkExperts",
-        "MuseSparkTextConfig",
-    ),  # a norm behind the experts
-}
+WIDTH, INNER = 12, 10
 IMPLEMENTATIONS = ("eager", "batched_mm", "grouped_mm")
 """The ways of transformers that run on a CPU."""
 
 
-class Layer(nn.Module):
-    """Routes to fixed experts, one of which gets no token."""
-
-    def __init__(self, layout):
-        super().__init__()
-        path, config = LAYOUTS[layout]
-        folder, module, name = path.split(".")
-        cls = getattr(getattr(getattr(transformers.models, folder), module), name)
-        settings = {"hidden_size": WIDTH, "intermediate_size": INNER, "moe_intermediate_size": INNER}
-        settings |= {"moe_hidden_size": WIDTH, "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 6}
-        counts = dict.fromkeys(("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts"), COUNT)
-        config = getattr(transformers, config)(**settings, **counts, experts_implementation="eager")
-        self.experts = cls(config)
-        torch.manual_seed(0)
-        for parameter in self.experts.parameters():
-            nn.init.normal_(parameter, std=0.3)
-
-    def forward(self, x, weights):
-        index = torch.tensor([[0, 3], [3, 1], [0, 1], [4, 3], [1, 4], [3, 0]], device=x.device)
-        return self.experts(x, index, weights)
-
-
 def build(layout="mixtral", adapters=1, targets=2, dtype=torch.float64, **options):
-    layer = Layer(layout).to(dtype)
+    layer = Layer(layout, WIDTH, INNER, "eager").to(dtype)
     names = [name for name, parameter in layer.experts.named_parameters() if parameter.dim() == 3][:targets]
     options = {"r": 3, "lora_alpha": 5, "init_lora_weights": False, "target_modules": []} | options
     config = peft.LoraConfig(target_parameters=[f"experts.{name}" for name in names], **options)

@@ -150,7 +150,7 @@ class BlockState:
                 "sharded block does not support this, because the gradients would be wrong. Write `x = x + y` instead "
                 "of `x += y` in the layer's forward."
             )
-        token = self.schedule.running, [buffer.version for buffer in self.buffers]
+        token = self.schedule.running, [buffer.shard._version for buffer in self.buffers]
         outputs, differentiable = enter_backward(self.before_backward, token, outputs, filled)
         self.pending += differentiable
         if differentiable:
@@ -343,7 +343,7 @@ class BlockState:
         forward_pass, versions = token
         self.schedule.join_backward(self, forward_pass)
         self.recompute.backward_begins(recomputed=False)
-        if versions != [buffer.version for buffer in self.buffers]:
+        if versions != [buffer.shard._version for buffer in self.buffers]:
             raise RuntimeError(
                 "The weights of a block changed between its forward and its backward, for example by an optimizer step "
                 "or by loading weights, so its gradients would be wrong. Run forward again."

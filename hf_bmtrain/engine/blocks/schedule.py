@@ -610,15 +610,17 @@ class Schedule:
         gradients: the gradients of all trainable flat buffers of the block, or of the root buffer (a flat buffer of
             parameters outside blocks).
         """
-        if self.negotiated is not None:
+        if self.negotiated is None:
+            self._start(gradients, self.blocks.ahead)
+        else:
             self.negotiation.before_reduction(gradients)
-        self._start(gradients)
+            self._start(gradients)
 
-    def _start(self, gradients: list[GradientBuffer]) -> None:
+    def _start(self, gradients: list[GradientBuffer], ahead: int = 0) -> None:
         # `_receive` calls gradient hooks, which may be collective, so all ranks must receive a gradient at the same
         # point. If ranks may enter different blocks (`negotiated` is not None), they call `make_room` at different
         # points. So receive all gradients here, where the ranks are together, and leave none to `make_room`.
-        self._receive(self.blocks.ahead if self.negotiated is None else 0)
+        self._receive(ahead)
         for gradient in gradients:
             if gradient.is_pending:
                 self._receive(ahead=0)

@@ -114,7 +114,7 @@ class GradientBuffer:
     @property
     def trainable(self) -> bool:
         """True if any local parameter of the flat buffer requires a gradient."""
-        return any(self.requires_grad)
+        return True in self.requires_grad
 
     def follow_requires_grad(self) -> None:
         """Copy `requires_grad` from the local parameters to the full parameters.

@@ -47,9 +47,13 @@ parameters and the buffers."""
 def has_trained_only(files: Iterable[str]) -> bool:
     """Return whether a checkpoint was saved with `trained_only`, which leaves out weights that were never trained.
 
+    Called when a checkpoint is loaded or merged. If True, weights that the checkpoint lacks are not an error: in
+    loading they keep their values, and in merging they are read from the base model.
+
     The names of the weight files tell: `trained*.safetensors` with `trained_only`, otherwise `model*.safetensors`. Only
-    names of this form count, with numbers of parts in place of `*`. A file such as "model_card.md", which the argument
-    `add` of `save_state` may have written, is ignored. If there is no weight file, the result is True.
+    names of this form count, with "" or a part number such as "-00001-of-00002" in place of `*`. A file such as
+    "model_card.md", which the argument `add` of `save_state` may have written, is ignored. If there is no weight file,
+    the result is True, because the checkpoint does not contain the full model.
 
     files: the names of the checkpoint's files.
     """
@@ -59,7 +63,13 @@ def has_trained_only(files: Iterable[str]) -> bool:
 
 
 def tied_names(model: torch.nn.Module) -> dict[str, list[str]]:
-    """Return the other names of each parameter that has several (a tied weight), by its first name."""
+    """Return the names of all tied weights, that is, of parameters that have several names in the model.
+
+    Checkpoints store the result, because they contain a tied weight only under its first name.
+
+    Returns:
+        {first name: the other names of the same parameter}. Parameters with one name are left out.
+    """
     names: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)
@@ -167,7 +177,7 @@ def _full(name: str, tensor: torch.Tensor) -> Entry:
 
 
 def optimizers_of(given: Any) -> list[torch.optim.Optimizer]:
-    """Return a list of optimizers.
+    """Return a list of optimizers: the argument `optimizer` of `save_state` or `load_state`, whatever its form.
 
     given: an OptimManager, an iterable of optimizers, or one optimizer. None gives an empty list.
     """
@@ -200,7 +210,7 @@ def check_arguments(folder: Any, model: Any, optimizer: Any, scheduler: Any) -> 
 
 
 def schedulers_of(given: Any) -> list[Any]:
-    """Return a list of schedulers.
+    """Return a list of schedulers: the argument `scheduler` of `save_state` or `load_state`, whatever its form.
 
     given: an iterable of schedulers, or one scheduler. None gives an empty list.
     """
@@ -322,21 +332,25 @@ def _holds_local(value: Any) -> bool:
 
 
 class LoadedState:
-    """Loads saved state into an optimizer. Create this object, fill the tensors that `target` returns, and call `load`.
+    """Loads the state that a checkpoint contains for one optimizer.
 
-    An AdamOptimizer with a `names` that is not empty changes as soon as this object is created: the constructor
-    replaces its state, step counts and settings, and allocates new state tensors. If possible, `target` returns these
-    tensors themselves, which avoids a second copy of the state. The old state is lost even if `load` is never called,
-    and the new state is incomplete until `load` has been called. In all other cases, the optimizer does not change
-    before `load`.
+    Create this object, call `target` for each state tensor and copy the saved elements into the tensor that it returns,
+    then call `load`.
+
+    If the optimizer is not an AdamOptimizer, or if `names` is empty, only `load` changes it. Otherwise, the constructor
+    already changes it: it discards the optimizer's state, sets step counts and parameter groups to the saved ones, and
+    allocates new state tensors. `target` returns these tensors themselves if they all have the saved form, which avoids
+    a second copy of the state. So the previous state is lost even if `load` is never called, and the new state is
+    incomplete until `load` has been called.
 
     Args:
         optimizer: the optimizer.
-        parameters: its parameters, by their names in the model.
+        parameters: its parameters, as {name in the model: parameter}.
         names: the state tensors for which `target` will be called, as (parameter name, key). An example of a key is
             "exp_avg".
         others: the rest of the saved state, such as step counts, as {parameter name: {key: value}}.
-        groups: the saved parameter groups, one for each group of the optimizer, in the same order.
+        groups: the saved parameter groups with their settings, one for each group of the optimizer, in the same order.
+            Their "params" is not used.
     """
 
     def __init__(

@@ -136,7 +136,10 @@ def load_parts(
     buffers: bool,
     random: bool,
 ) -> Resumed | None:
-    """Load a checkpoint like `load_state`, but with a choice of the model's state. Collective: every rank must call it.
+    """Load a checkpoint like `load_state`, but choose separately whether to load the model's parameters and buffers.
+
+    Collective: every rank must call it. `load_state` calls this function, and so does the support for Trainer, which
+    leaves out what Trainer has loaded already. The types of the arguments are not checked.
 
     Args:
         folder: a folder of checkpoints, or one checkpoint.

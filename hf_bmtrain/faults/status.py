@@ -61,8 +61,8 @@ class Status:
         blamed: the ranks that did not reach an operation, so that the other ranks waited for them until the timeout.
         occasions: {number, as a string: text} for recent exchanges of Python objects between the ranks, and for recent
             decisions. The text describes the exchange or decision, and the number identifies it in the collective logs.
-        excerpts: the last entries of each of the rank's collective logs (lists of the operations that the rank has
-            issued).
+        excerpts: one item for each of the rank's collective logs (lists of the operations that the rank has issued),
+            with the last entries of this log.
     """
 
     pid: int = field(default_factory=os.getpid)
@@ -176,6 +176,8 @@ def line_of(trace: Any) -> str:
 
 def condition(pid: int) -> str:
     """Return whether process `pid` of this host has ended ("gone"), is suspended ("stopped"), or runs ("").
+
+    The monitor calls this for ranks on the same host: a rank that was killed or suspended cannot report this itself.
 
     A killed process counts as gone even while the kernel still frees its memory, because its connections to other ranks
     may already be closed. (Freeing pinned host memory and GPU memory takes seconds.) On a system without /proc, the

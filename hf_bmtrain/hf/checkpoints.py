@@ -40,10 +40,13 @@ class TrainerCheckpoints:
     `save` creates the folder `checkpoint-N` with this state, flushed to disk and checksummed. Then Trainer adds its own
     files; its `optimizer.pt` contains only the parameter groups and a reference to the folder. `complete` adds the
     checksums of Trainer's files and deletes older checkpoints. (Trainer itself would delete them on rank 0 while other
-    ranks still write.) Until then, an earlier checkpoint of the same step has the name `earlier-checkpoint-N`. If the
-    new one is not completed, the earlier one gets its own name again. On resuming, with any number of ranks, Trainer
-    loads `optimizer.pt`, and then `load` loads the weights and the optimizer state. Creating the object is collective:
-    every rank must do it.
+    ranks still write.) `withdraw` ends a save that is not completed.
+
+    If a checkpoint of step N exists already, `save` renames it to `earlier-checkpoint-N`. `complete` deletes it;
+    `withdraw` gives it the name `checkpoint-N` again if the new checkpoint is incomplete.
+
+    On resuming, with any number of ranks, Trainer loads `optimizer.pt`, and then `load` loads the weights and the
+    optimizer state. Creating the object is collective: every rank must do it.
 
     Args:
         model: the sharded model.
@@ -64,15 +67,22 @@ class TrainerCheckpoints:
 
     @property
     def staged(self) -> Path | None:
-        """The folder of the checkpoint that `save` has begun and Trainer has not completed; None if there is none."""
+        """The folder that `save` has written, until `complete` or `withdraw` is called; otherwise None."""
         return None if self._reference is None else Path(self._reference["folder"])
 
     def save(self, step: int) -> None:
         """Save weights and optimizer state to the folder checkpoint-`step`, before Trainer writes its own files there.
 
-        Collective: every rank must call it. From then until `complete` or `withdraw`, the optimizer's state_dict()
-        returns a reference to the folder instead of the state. A second `save` in this time does nothing. Raises
-        RuntimeError on every rank if any rank cannot write.
+        Collective: every rank must call it. After this call and until `complete` or `withdraw`, the optimizer's
+        state_dict() returns only the parameter groups and a reference to the folder, so that Trainer does not write the
+        optimizer state a second time, to its `optimizer.pt`. Another `save` before `complete` or `withdraw` does
+        nothing.
+
+        Args:
+            step: the number of steps that Trainer has made, which is also the number in the folder's name.
+
+        Raises:
+            RuntimeError: on every rank, if any rank cannot write.
         """
         if self._reference is not None:
             return
@@ -143,9 +153,9 @@ class TrainerCheckpoints:
             _settle_earlier(folder)
 
     def close(self) -> None:
-        """End an incomplete save, and unlock `output_dir`, so that other jobs can save checkpoints to it.
+        """Unlock `output_dir`, so that other jobs can save checkpoints to it. Call it when training has ended.
 
-        Collective: every rank must call it.
+        If `save` was not followed by `complete`, this first calls `withdraw`. Collective: every rank must call it.
         """
         self.withdraw()
         let_others_save(self._args.output_dir)
@@ -191,13 +201,15 @@ class TrainerCheckpoints:
     def load(self, folder: str | None) -> None:
         """Load the weights and optimizer state of the checkpoint from which Trainer resumes, if `save` wrote them.
 
-        Collective: every rank must call it. Weights are loaded even if Trainer has loaded them, because Trainer does
-        not verify checksums. Trainer's own files are verified too, including files that Trainer loads later.
+        Collective: every rank must call it. Parameters are loaded although Trainer has loaded them already, because
+        Trainer does not verify checksums. They remain as Trainer has loaded them in two cases: `save_pretrained` wrote
+        them (see `writes_own_weights`), or the user has replaced the checkpoint's weight files. Trainer's own files are
+        verified too, including files that Trainer loads later.
 
         Args:
-            folder: the checkpoint from which Trainer resumes, or None if Trainer does not resume. The user's program
-                may have loaded the `optimizer.pt` of a checkpoint into the optimizer itself. With None, that checkpoint
-                is loaded; if there is none, nothing is loaded.
+            folder: the checkpoint from which Trainer resumes, or None if Trainer does not resume. With None, nothing is
+                loaded, with one exception: if the user's program itself has loaded the `optimizer.pt` of a checkpoint
+                into the optimizer, this checkpoint is loaded.
 
         Raises:
             RuntimeError: on every rank, if the checkpoint is incomplete or damaged, or if its `optimizer.pt` was not
@@ -311,9 +323,12 @@ def newest_complete(output_dir: str | os.PathLike) -> Path | None:
 
 
 def find_damage(folder: Path) -> str | None:
-    """Return a description of the damage of a checkpoint, or None if it is intact. Each rank verifies a part of it.
+    """Verify a checkpoint from which Trainer is to resume. Return a description of its damage, or None if it is intact.
 
-    Collective: every rank must call it.
+    Collective: every rank must call it. Each rank verifies a part of the files, and all ranks return the same
+    description: that of the lowest rank that has found damage.
+
+    folder: the checkpoint.
     """
     return _ask(folder, _damage)
 
@@ -338,13 +353,20 @@ def _ask(folder: Path, look: Callable[[Path, int, int], str | None]) -> str | No
 
 
 def set_aside_incomplete(output_dir: str | os.PathLike) -> None:
-    """Rename checkpoints that Trainer did not finish, so that `resume_from_checkpoint=True` does not find them.
+    """Rename incomplete checkpoints in `output_dir`, so that `resume_from_checkpoint=True` does not find them.
 
-    The checkpoint of step N gets the name incomplete-checkpoint-N. If any checkpoint is renamed, those that earlier
-    calls renamed are deleted. Before step N was saved for a second time, the first checkpoint of this step was renamed
-    to earlier-checkpoint-N. It gets the name checkpoint-N again, or is deleted if the second one is complete. Nothing
-    is renamed while another job saves checkpoints to `output_dir`, because it may be writing the incomplete one. Not
-    collective: only rank 0 calls this.
+    Rank 0 alone calls this, when a Trainer is created. A checkpoint that `TrainerCheckpoints.save` has written is
+    incomplete if a file that Trainer adds is missing or cannot be read, for example because the job was killed.
+
+    * An incomplete checkpoint-N is renamed to incomplete-checkpoint-N. All folders with such a name that earlier calls
+      have left are deleted first.
+    * An earlier-checkpoint-N is the previous checkpoint of step N, which `save` renamed when it saved step N again. It
+      is deleted if the new checkpoint-N is complete. Otherwise it gets the name checkpoint-N again.
+
+    If another job has locked `output_dir`, nothing is changed, because that job may still be writing the incomplete
+    checkpoint. A warning says so.
+
+    output_dir: the folder that contains Trainer's checkpoints.
     """
     reasons = {folder: _missing(folder) for folder in _by_step(output_dir) if _identity(folder) is not None}
     incomplete = {folder: missing for folder, missing in reasons.items() if missing is not None}

@@ -60,8 +60,8 @@ def staged_folder(path: Path) -> Iterator[Path]:
 def flush_name(path: Path) -> bool:
     """Flush the parent folder of `path` to disk, after a complete file or folder was renamed to `path`.
 
-    Until this is done, a failure of the machine can undo the renaming. If it fails, log a warning instead of raising
-    an error, because `path` is complete and can be read.
+    Without this, a crash of the machine could undo the renaming. If the parent folder cannot be flushed, a warning is
+    logged and no error is raised, because `path` is complete and can be read.
 
     Args:
         path: the new name of the file or folder.

@@ -331,6 +331,9 @@ def _wrong(name: str, argument: Argument, value: Any, device: torch.device) -> E
 class Kernel:
     """A CUDA kernel that is loaded on one device. Calling it checks the arguments and launches the kernel.
 
+    Get this object from the function `kernel`, which creates it only once. The constructor compiles the kernel if it is
+    not in the disk cache, and loads it.
+
     Args:
         variant: the source file and its macros.
         name: the kernel's name in the source file.

@@ -24,8 +24,9 @@ from .recompute import Keeps, keep_nothing
 class RecomputedGraphs:
     """Compiles the forward of one block together with its recomputation in backward.
 
-    `run` takes an argument `keeps`, a function that selects the operators whose outputs are kept until backward. The
-    forward is compiled once for each function that is passed.
+    Backward then recomputes only what the gradients need, whereas torch's checkpoint would repeat the whole compiled
+    forward. Call `run` in place of the forward. Its argument `keeps` is a function that selects the outputs that are
+    not recomputed; for each such function, the forward is compiled once.
 
     Args:
         forward: the function to compile: the `forward` of the layer's class, or one that was set on the instance.
@@ -44,11 +45,11 @@ class RecomputedGraphs:
         self._compiled: dict[Keeps, tuple[_Source, Callable]] = {}
 
     def run(self, keeps: Keeps, args: tuple, kwargs: dict[str, Any]) -> Any:
-        """Return the outputs of the compiled forward.
+        """Run the compiled forward, and return its outputs. The first call with a function `keeps` compiles it.
 
         Args:
-            keeps: a function that selects the operators whose outputs are kept until backward. The outputs of all
-                others are recomputed.
+            keeps: a function that takes an operator of torch, and the positional and keyword arguments of one call of
+                it. It returns whether the output of this call is kept until backward, instead of being recomputed.
             args: the positional arguments of the forward.
             kwargs: its keyword arguments.
 

@@ -60,11 +60,11 @@ class Layout:
                 between ranks only at multiples of `grain` from its own start. This keeps related elements together,
                 such as 64 elements with a common scale, or the rows of a matrix. If `grain` is at least as large as the
                 largest tensor, no tensor is divided.
-            spread: (n, times), for a buffer of which all-gathers send one byte per element, because most tensors are
-                rounded to 8 bits. The first n tensors are not rounded: each of their elements needs `times` bytes. The
-                part of the buffer with these tensors and their padding is therefore enlarged by the factor `times`, and
-                all of it is in the first shard. n must be less than the number of tensors. The default (0, 1) enlarges
-                nothing.
+            spread: (n, times), for a buffer whose all-gathers send one byte for each position of the buffer, because
+                all tensors except the first n are rounded to 8 bits. The first n tensors (such as norms and biases) are
+                sent unrounded, with `times` bytes per element. So the layout leaves room: tensor n begins at `times`
+                times the position that it would otherwise have, and all positions before it are in the first shard. n
+                must be less than the number of tensors. The default, (0, 1), leaves no room.
         """
         assert world_size >= 1 and grain >= 1, (world_size, grain)
         offsets, end, room = [], 0, 0
@@ -85,8 +85,9 @@ class Layout:
     def extent(self) -> int:
         """The number of elements of the flat buffer up to the end of the last tensor.
 
-        Unlike `numel`, it does not depend on the number of shards, so it is used for numbers of elements that must be
-        the same for any number of ranks.
+        Unlike `numel`, it does not depend on the number of shards. Optimizers use it to number the elements of all flat
+        buffers: the random bits of stochastic rounding depend on these numbers, which must be the same for any number
+        of ranks.
         """
         return self.offsets[-1] + self.numels[-1] if self.numels else 0
 

@@ -138,11 +138,11 @@ def encode(magnitudes: Tensor, fraction: int, random: Tensor | None) -> tuple[Te
 
 
 def decode(codes: Tensor, exponents: Tensor, fraction: int) -> Tensor:
-    """Return the magnitudes, (n,) float32, that 8-bit codes and the exponents of their blocks represent.
+    """Return the magnitudes, (n,) float32, that 8-bit codes and their exponents represent. The inverse of `encode`.
 
     Args:
-        codes: (n,), from `encode`.
-        exponents: the blocks' exponents, from `encode`.
+        codes: (n,) uint8, the first result of `encode`.
+        exponents: (⌈n/32⌉,) uint8, the second result of `encode`: one exponent for every 32 consecutive codes.
         fraction: the number of fraction bits of the codes' floating-point format.
     """
     n = len(codes)

@@ -56,12 +56,19 @@ class Run:
 
     @property
     def owner(self) -> ShardedBuffer | torch.nn.Parameter:
-        """The flat buffer that contains the parameters of this run; or the run's only parameter, if it is unsharded."""
+        """The flat buffer that contains the parameters of this run; or the run's only parameter, if it is unsharded.
+
+        Several runs may have the same flat buffer. The result of `index_bases` and similar dicts have these objects as
+        keys.
+        """
         return self.parameters[0] if self.buffer is None else self.buffer
 
     @property
     def is_replaced(self) -> bool:
-        """True if an unsharded parameter has other memory than `weights`, as after `.data = ...` or `module.half()`."""
+        """True if an unsharded parameter has other memory than `weights`, as after `.data = ...` or `module.half()`.
+
+        An update of `weights` would then not change the parameter, so AdamOptimizer creates a new Run for it.
+        """
         own, weights = self.parameters[0], self.weights
         if self.buffer is not None:
             return False
@@ -125,7 +132,11 @@ def neighbours(
 
     Args:
         parameters: the parameters, in any order.
-        kind: returns a property that all members of a list must have in common.
+        kind: a function that takes a parameter and returns an object, which must be equal for all parameters of a list.
+            For example, it returns the number of steps that were taken. The default is equal for all parameters.
+
+    Returns:
+        The lists. The parameters of each list are in the order of their flat buffer.
     """
     runs: list[list[torch.nn.Parameter]] = []
     by_buffer: dict[ShardedBuffer, list[DistributedParameter]] = {}
@@ -272,11 +283,12 @@ class RunState:
 
     @property
     def is_stale(self) -> bool:
-        """True if the float32 masters may disagree with the weights. Then call `master.follow_weight()` before a use.
+        """True if the float32 masters may disagree with the weights.
 
         Masters are the copies of full precision that the optimizer updates. They may disagree if other code has written
-        the weights, or has filled the masters from a checkpoint, since the two were last compared. Masters that are
-        stored as differences from the weights (residuals) always agree.
+        the weights, or has filled the masters from a checkpoint, since masters and weights were last compared. If so,
+        call `master.follow_weight()` before the masters are updated or saved: it changes masters that disagree, so that
+        they agree with the weights. Masters that are stored as differences from the weights (residuals) always agree.
         """
         apart = self.master.stored is not None and not self.master.is_residual
         return apart and (self.uncounted or self.version != self.run.weights._version)
@@ -320,7 +332,12 @@ def without_codes(held: ParameterState) -> ParameterState:
 
 
 def has_codes(held: ParameterState) -> bool:
-    """Return whether the moments in a parameter's optimizer state are stored in 8 bits (as codes)."""
+    """Return whether the moments in a parameter's optimizer state are stored in 8 bits (as codes).
+
+    Such moments must be decoded before they are read as numbers, or copied into float32 moments.
+
+    held: the state, {name: tensor} with the names of `ParameterState`.
+    """
     return _EIGHT_BITS + Moments._fields[0] in held
 
 

@@ -54,8 +54,8 @@ def find_host() -> tuple[str, str]:
     """Return (host name, boot identifier), which together identify the host of this process.
 
     The boot identifier of the Linux kernel distinguishes hosts of the same name. It is "" if it cannot be read. In
-    tests, the environment variable HF_BMTRAIN_HOST replaces both, so that processes of one host can act as ranks of
-    several hosts.
+    tests, processes of one host can act as ranks of several hosts: if the environment variable HF_BMTRAIN_HOST is set,
+    the result is (its value, "").
     """
     pretended = os.environ.get("HF_BMTRAIN_HOST")
     if pretended:

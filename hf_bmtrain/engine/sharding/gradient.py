@@ -386,9 +386,11 @@ class GradientBuffer:
     def wide(self, start: int, stop: int) -> torch.Tensor | None:
         """Return elements start:stop of this rank's running sum of gradients, before it is rounded into `shard`.
 
-        Optimizers use it instead of a half-precision `.grad`, because it is more precise. The result is a view in
-        float32 or wider. Returns None if there was only one backward, or if the shard was written to after the last
-        reduction.
+        Optimizers use this sum instead of a half-precision `.grad`, because it is more precise. The result is a view in
+        float32 or wider. Returns None if there is no sum, because only one backward has added to `.grad` since it was
+        None, or if `shard` or a `.grad` (a view of it) was written to after the last reduction.
+
+        start, stop: indices into `shard`.
         """
         if self._total is None or not self._unwritten:
             return None

@@ -22,7 +22,8 @@ class Origin(NamedTuple):
     """Where `auto_wrap` found a parameter.
 
     Attributes:
-        model: a number that is larger for models that were wrapped later.
+        model: a number that is larger for models that were wrapped later, by which messages about several models
+            sort their parameters.
         number: the parameter's position in `model.named_parameters()`, from 0.
         block: the name of the parameter's block in the model, "" for a root parameter.
         name: the parameter's name in the block or, for a root parameter, in the model.
@@ -157,10 +158,11 @@ class DistributedParameter(ShardBase, torch.nn.Parameter):
     def trained(self) -> bool:
         """Whether the parameter was ever trained, even if it is frozen now.
 
-        Checkpoints of only the trained parameters contain it then. (PEFT freezes adapters while they are inactive.)
+        Checkpoints of only the trained parameters contain every parameter of which this is True. (A parameter may be
+        frozen only for a time: PEFT freezes adapters while they are inactive.)
 
-        True if it required a gradient when the gradients of its flat buffer were reduced, in any backward so far, or if
-        a loaded checkpoint says that it was trained.
+        The value is True if the parameter required a gradient when the gradients of its flat buffer were reduced, in
+        any backward so far, or if a loaded checkpoint says that it was trained.
         """
         return self.buffer.gradient.trained[self.index]
 
@@ -399,7 +401,10 @@ def is_part(parameter: object) -> bool:
 
 
 def is_read_only(parameter: object) -> bool:
-    """Return whether `parameter` is sharded and, being quantized, can be neither written nor trained."""
+    """Return whether `parameter` is sharded and, being quantized, can be neither written nor trained.
+
+    Code that saves or loads checkpoints calls this, because checkpoints cannot contain such parameters.
+    """
     return isinstance(parameter, DistributedParameter) and parameter.buffer.storage.read_only is not None
 
 

@@ -41,7 +41,11 @@ Place = tuple[torch.nn.Module, str, torch.nn.Parameter]
 
 
 def find_places(modules: Iterable[torch.nn.Module]) -> list[Place]:
-    """Return (module, name, parameter) for every parameter of these modules, without those of their submodules."""
+    """List the parameters of these modules, without those of their submodules, for example to pass to `shard_places`.
+
+    Returns (module, name, parameter) for each entry of a module's `_parameters` that is not None. A parameter that
+    several of the modules share occurs several times.
+    """
     return [
         (module, name, parameter)
         for module in modules
@@ -178,16 +182,17 @@ def _full(parameter: torch.nn.Parameter) -> torch.nn.Parameter:
 def hidden(slots: Sequence[Slot], convert) -> Iterator[None]:
     """Context manager that hides local parameters from `module._apply(convert)`, so that they are not converted.
 
-    Inside the context the slots are set to None, and at its end to the local parameters again, even if `convert` has
-    raised an error.
+    `Module.to`, `half`, `cuda` and other methods call `_apply`, which would move the parameters to new memory, but a
+    shard never moves. Inside the context the slots are None. At its end they are set to the local parameters again,
+    even if the body has raised an error.
 
     Args:
         slots: the entries of modules' `_parameters` that are set to local parameters.
         convert: the function that `_apply` applies to every tensor.
 
     Raises:
-        RuntimeError: at the start of the context, if `convert` changes the dtype or device of an empty tensor with the
-            dtype and device of a local parameter. The slots are not changed then.
+        RuntimeError: when the context is entered, if `convert` would change the dtype or device of a local parameter.
+            (It is tried on an empty tensor with the same dtype and device.) No slot has been changed.
     """
     for slot in slots:
         probe = torch.empty(0, dtype=slot.sharded.dtype, device=slot.sharded.device)

@@ -15,8 +15,9 @@ _backward = torch.autograd.backward  # torch's own, which is replaced below in o
 def backward_to(tensors: Any, inputs: tuple, **options: Any) -> None:
     """Run `torch.autograd.backward` with respect to `inputs`, which may include sharded parameters.
 
-    Collective: every rank must call it. The gradient of each sharded parameter in `inputs` is averaged over the ranks
-    and accumulated into its `.grad`. The `.grad` of parameters that are not in `inputs` does not change.
+    Called instead of `torch.autograd.backward`, also by `loss.backward(inputs=...)`, if sharded parameters are among
+    `inputs`. Collective: every rank must call it. The gradient of each sharded parameter in `inputs` is averaged over
+    the ranks and accumulated into its `.grad`. The `.grad` of parameters that are not in `inputs` does not change.
 
     Args:
         tensors: the tensor or tensors to differentiate, such as the loss.

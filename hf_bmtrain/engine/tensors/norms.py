@@ -62,9 +62,9 @@ class SegmentNorms:
         return self._norms.clone().unbind()
 
     def local_squares(self) -> torch.Tensor:
-        """Return the sum of squares of this rank's elements of each tensor in the flat buffer.
+        """Return the sum of squares of this rank's elements of each tensor in the flat buffer. Not collective.
 
-        The result is a float64 tensor (k,) for the k tensors. Not collective.
+        `measure` sums the results of all ranks to get the norms. The result is a float64 tensor (k,) for the k tensors.
         """
         if self._squares is not None and self._measured == self._shard._version:
             return self._squares

@@ -17,6 +17,9 @@ ALIGNMENT = 16
 def grouped_product(x: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
     """Multiply each row by the matrix of its group. Differentiable.
 
+    In a mixture of experts, a group is the rows that are routed to one expert, and its matrix is a weight of this
+    expert.
+
     Args:
         x: (rows, K), the rows, sorted by group.
         matrices: (groups, K, N), in the dtype of x.
@@ -38,7 +41,11 @@ def grouped_product(x: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
 
 
 def has_kernel(stack: Tensor) -> bool:
-    """Return whether torch's grouped_mm kernel can multiply by the matrices `stack`, (groups, rows, columns)."""
+    """Return whether torch's grouped_mm kernel can multiply by the matrices `stack`, (groups, rows, columns).
+
+    This depends on their dtype, device and sizes. If the kernel cannot, `grouped_product` multiplies by one matrix
+    after another, for which the host waits for the device. Experts without adapters then run transformers' forward.
+    """
     return _fits(stack, *stack.shape[1:])
 
 
@@ -78,11 +85,17 @@ def _product_of_groups(x: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
     "hf_bmtrain::gradient_of_groups", mutates_args=(), schema="(Tensor x, Tensor dy, Tensor ends) -> Tensor"
 )
 def gradient_of_groups(x: Tensor, dy: Tensor, ends: Tensor) -> Tensor:
-    """Return the gradient of `grouped_product` with respect to `matrices`: (groups, K, N), zero for an empty group.
+    """Return the gradient of `grouped_product` with respect to its argument `matrices`. Called in backward.
 
-    x: (rows, K), as for `grouped_product`.
-    dy: (rows, N), the gradient of the result of `grouped_product`.
-    ends: (groups,) int32, the end of each group's rows, exclusive.
+    A group is a number of consecutive rows that are multiplied by the same matrix, such as the rows of one expert.
+
+    Args:
+        x: (rows, K), the rows, sorted by group, as for `grouped_product`.
+        dy: (rows, N), the gradient of the result of `grouped_product`.
+        ends: (groups,) int32, the end of each group's rows, exclusive.
+
+    Returns:
+        (groups, K, N), zero for a group without rows.
     """
     if _fits(x, x.shape[1], dy.shape[1]):
         return _KERNEL(x.contiguous().t(), dy.contiguous(), offs=ends)

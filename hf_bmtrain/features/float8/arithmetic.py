@@ -44,7 +44,10 @@ _CAPABILITY = (8, 9)  # minimum compute capability of a GPU that can multiply fl
 
 
 def check_device(device: torch.device) -> None:
-    """Raise ValueError if `device` is a GPU on which torch cannot multiply float8 matrices. A CPU is accepted."""
+    """Raise ValueError if `device` is a GPU on which torch cannot multiply float8 matrices. A CPU is accepted.
+
+    Called when a model is wrapped with float8 layers, so that the error does not come only in the first forward.
+    """
     if device.type == "cuda" and (found := torch.cuda.get_device_capability(device)) < _CAPABILITY:
         name = torch.cuda.get_device_name(device)
         raise ValueError(
@@ -88,11 +91,15 @@ def quantize_rows(x: Tensor) -> Float8:
 def quantize_both(x: Tensor) -> tuple[Float8, Float8]:
     """Quantize the matrix x to float8 twice, with one scale per row and with one scale per column.
 
-    The first result is x, (M, K), with one scale per row. The second is the transpose of x, (K, M'), whose rows are the
-    columns of x, so that it has one scale per row too. M' is M rounded up to a multiple of ALIGNMENT; the added columns
-    are zero.
+    A linear layer multiplies its input, and the gradient of its output, twice each: one product sums over the columns
+    and another over the rows. All elements over which a product sums must have the same scale.
 
-    x: (M, K) float32, float16 or bfloat16.
+    Args:
+        x: (M, K) float32, float16 or bfloat16.
+
+    Returns:
+        First, x (M, K) with one scale per row. Second, the transpose of x, (K, M'), whose rows are the columns of x, so
+        that it has one scale per row too. M' is M rounded up to a multiple of ALIGNMENT; the added columns are zero.
     """
     if torch.compiler.is_compiling():
         values, scales, transposed, transposed_scales = torch.ops.hf_bmtrain.quantize_both(x)
@@ -112,7 +119,11 @@ def quantize_both(x: Tensor) -> tuple[Float8, Float8]:
 
 
 def quantize_full(weight: Tensor) -> Float8:
-    """Quantize `weight` (N, K) to float8 with one scale for all elements. The result's `scales` repeats it N times."""
+    """Quantize `weight` (N, K) to float8 with one scale for all elements.
+
+    A layer calls this for a weight that was not all-gathered in float8. The result's `scales`, (N, 1), contains the
+    scale N times, because `product` takes one scale per row.
+    """
     expect("weight", weight, tuple(C_NAMES), (len(weight), weight.shape[-1]), weight.device)
     if not _by_kernels(weight):
         return _rounded(weight, weight.abs().amax().expand(len(weight), 1))
@@ -183,7 +194,9 @@ def measure_pieces(x: Tensor, pieces: Pieces, bits: Tensor) -> None:
 def round_pieces(x: Tensor, pieces: Pieces, bits: Tensor, out: Tensor) -> None:
     """Round the k ranges of x to float8 with the scales of the full weights, of which the ranges are parts.
 
-    The values are those that `quantize_full` computes for the full weights.
+    Called before an all-gather that sends the weights in float8: each rank rounds its own shard, after `measure_pieces`
+    and an all-reduce have found the largest magnitude of each full weight. The rounded values are equal to those that
+    `quantize_full` would compute from the full weights.
 
     Args:
         x: (n,), a shard.

@@ -292,7 +292,10 @@ class AdamOffloadOptimizer(AdamOptimizer):
 
     @property
     def updated_in_backward(self) -> bool:
-        """True if parameters were updated during a backward, and `step` has not been called since."""
+        """True if parameters were updated during a backward, and `step` has not been called since.
+
+        OptimManager reads it: the gradients of these parameters can no longer be clipped, nor their update be skipped.
+        """
         return bool(self._early.parameters)
 
     def _update_early(self, local_params: list[Any]) -> None:

@@ -124,10 +124,14 @@ def predict(
         model: a model on the meta device to which `auto_wrap` was not applied. It cannot be used afterwards.
         batch: the keyword arguments of its forward, on any device; the output must have a `loss`.
         make_optimizer: a function that returns the optimizer for a list of parameters.
-        ranks: the number of ranks.
-        total: the bytes of memory of one device.
+        ranks: the number of ranks, which is simulated too; this process needs neither a GPU nor other ranks.
+        total: the bytes of memory of the simulated device. It limits what use_checkpoint="auto" keeps, but a predicted
+            peak above it is no error.
         micro_batches: the number of backwards per step.
         **options: passed to `auto_wrap`.
+
+    Returns:
+        The predicted memory, of which `peak` and `device` are the totals.
     """
     done = simulate(model, batch, make_optimizer, ranks, usable_bytes(total, ranks), micro_batches, **options)
     vocabulary = getattr(getattr(model, "config", None), "vocab_size", None)

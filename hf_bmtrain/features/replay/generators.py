@@ -69,14 +69,21 @@ def read_state(generator: Any) -> Any:
 
 
 def write_state(generator: Any, state: Any) -> None:
-    """Set a random generator of Python, NumPy or torch to a state that `read_state` returned for it."""
+    """Set a random generator of Python, NumPy or torch to a state that `read_state` returned for this generator.
+
+    Called before a forward is recomputed, so that the recomputation draws the same random numbers as the forward; and
+    after it, so that the generator goes on from where it was before.
+    """
     access = _access(generator)
     assert access is not None
     access[1](state)
 
 
 def equal_states(a: Any, b: Any) -> bool:
-    """Return whether `a` and `b`, two states of one random generator as `read_state` returns them, are equal."""
+    """Return whether `a` and `b`, two states of one random generator as `read_state` returns them, are equal.
+
+    If they are not, the generator was used between the two calls of `read_state`.
+    """
     if isinstance(a, torch.Tensor):
         return torch.equal(a, b)
     if isinstance(a, dict):

@@ -49,7 +49,8 @@ def add_rows(grid: Grid, x: Tensor) -> Tensor:
 def add(grid: Grid, x: Tensor) -> Tensor:
     """Sum the tensors of all ranks of the tensor-parallel group, in an all-reduce. Collective.
 
-    The sum and its gradient are equal on all ranks, so backward returns this gradient without communication.
+    Used for the outputs of a row-parallel linear layer. Every rank must use the sum in the same way. The gradient of
+    the sum is then equal on all ranks, so backward returns it as the gradient of `x`, without communication.
 
     Args:
         grid: the tensor-parallel groups.
@@ -90,7 +91,9 @@ def gather_features(grid: Grid, x: Tensor) -> Tensor:
 def features_of_all_rows(grid: Grid, x: Tensor) -> Tensor:
     """Divide a tensor over the ranks of a tensor-parallel group by features instead of by rows. Collective.
 
-    Rows are dimension 0, and features are the last dimension. Backward divides the gradient by rows again.
+    Rows are dimension 0, and features are the last dimension. A linear layer calls this if each rank has the input for
+    its own rows, but a weight for its own features. Backward all-gathers the features of the gradient, and returns
+    those of this rank's rows.
 
     Args:
         grid: the tensor-parallel groups.

@@ -29,12 +29,14 @@ _QUIET = 100
 class SameRowsCheck(Observer):
     """Finds parameters with a wrong `tp_mode`, by comparing gradient norms on the ranks of a tensor-parallel group.
 
-    `tp_mode=True` declares that the ranks of a group use a parameter for the same rows of the batch. Their gradients
-    are then equal, and are averaged. Otherwise the ranks must use different rows, and their gradients are summed.
+    With `tp_mode=True`, the user declares that the ranks of a group use a parameter for the same rows of the batch.
+    Their gradients are expected to be equal, and are averaged. With `tp_mode=False`, the ranks are expected to use
+    different rows, and their gradients are summed. A wrong `tp_mode` makes the gradient tp_size times too large or too
+    small.
 
     Each parameter is checked once, in the first backward in which it has a gradient; parts of split weights are not
-    checked. `end_backward`, called after each backward, raises RuntimeError on every rank if `tp_mode` is wrong, and
-    logs a warning if it may be wrong for some parameters.
+    checked. `end_backward`, called after each backward, compares the norms. It raises RuntimeError on every rank if the
+    `tp_mode` of parameters is wrong, and logs a warning if it may be wrong.
 
     Args:
         world: the world of this process. The check adds itself to the observers of its schedule.

@@ -53,7 +53,9 @@ def hook_loss(
     Args:
         model: the sharded model, after a call of `claim_hooks`, which removes the hooks of another Trainer.
         correct: called with the forward's keyword arguments, its outputs and the loss. Returns the new loss.
-        around: two functions. The first is called before each such forward, the second after it, even if it raises.
+        around: two functions without arguments, with which the caller can observe what such a forward does. The first
+            is called before each such forward; the second is called after it, even if the forward raises. None calls
+            nothing.
     """
 
     # Whether Trainer passed num_items_in_batch. This is recorded before other hooks run, which may add the argument.
@@ -109,7 +111,10 @@ def labels_uncounted(model: Any) -> Iterator[None]:
 
 
 def is_scalar(value: Any) -> bool:
-    """Return whether `value` is a tensor without dimensions, as losses are."""
+    """Return whether `value` is a tensor without dimensions.
+
+    Callers search a model's tuple of outputs for a loss or an auxiliary loss: these have no dimensions, unlike logits.
+    """
     return isinstance(value, torch.Tensor) and value.ndim == 0
 
 
@@ -119,14 +124,23 @@ def base_of(model: Any) -> Any:
 
 
 def chooses_loss(model: Any) -> bool:
-    """Return whether the forward of `model` calls `self.loss_function`, a property of models of transformers."""
+    """Return whether the forward of `model` calls `self.loss_function`, a property of models of transformers.
+
+    The forward's code then does not tell whether the loss is divided by `num_items_in_batch`, because this depends on
+    the loss function. The caller must observe the calls of the loss function instead.
+    """
     return "loss_function" in names_in_forward(model) and isinstance(
         getattr(type(base_of(model)), "loss_function", None), property
     )
 
 
 def ignores_count(model: Any) -> bool:
-    """Return whether the forward of `model` computes a loss itself, without dividing it by `num_items_in_batch`."""
+    """Return whether the forward of `model` computes a loss itself, without dividing it by `num_items_in_batch`.
+
+    `num_items_in_batch` is the number of labels in all micro-batches on all ranks, by which Trainer expects a model to
+    divide its loss. A model that ignores it returns a mean over this rank's labels, which a loss hook then corrects.
+    The result is a guess from the names in the forward's code. It is False if the forward calls `self.loss_function`.
+    """
     names = names_in_forward(model)
     if chooses_loss(model) or COUNT in names:
         return False

@@ -132,8 +132,8 @@ def neighbours(
 
     Args:
         parameters: the parameters, in any order.
-        kind: a function that takes a parameter and returns an object, which must be equal for all parameters of a list.
-            For example, it returns the number of steps that were taken. The default is equal for all parameters.
+        kind: a function that takes a parameter and returns an object, such as the number of steps that the parameter
+            has taken. Parameters are put into one list only if their objects are equal. By default, all are equal.
 
     Returns:
         The lists. The parameters of each list are in the order of their flat buffer.

@@ -124,8 +124,8 @@ class AutoCheckpoint(Recompute):
     def prefers_attention(self) -> bool:
         """Return whether keeping only the outputs of attention saves more time per byte than keeping all activations.
 
-        Called before a plan is made, which treats all blocks alike, as most of them prefer. The host waits for the GPU.
-        Returns False if no times are measured: on the CPU, and on the meta device.
+        Called for each measured block when a plan is made. On each rank, the majority of the blocks decides for all.
+        Returns False if no times are measured: on the CPU, and on the meta device. The host waits for the GPU.
         """
         last = self._measured
         if last is None or not last.attention:

@@ -106,7 +106,11 @@ class DistributedStateDictWrapper(Mapping):
         return len(self._keys)
 
     def copy(self) -> DistributedStateDictWrapper:
-        """Return this mapping itself, for code that copies a state dict first. A copy would broadcast all entries."""
+        """Return this mapping itself, not a copy.
+
+        Code that loads a state dict may call `state_dict.copy()` before it reads entries. A real copy would have to
+        read all entries, and reading an entry broadcasts its tensor.
+        """
         return self
 
 

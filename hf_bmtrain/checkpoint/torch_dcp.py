@@ -26,7 +26,7 @@ Box = tuple[tuple[int, ...], tuple[int, ...]]
 
 
 class DCPState:
-    """Save and load a model and its optimizer with `torch.distributed.checkpoint.save` and `load`. Needs torch 2.15.
+    """Lets `torch.distributed.checkpoint.save` and `load` save and load a model and its optimizer. Needs torch 2.15.
 
     Pass it to `dcp.save` and `dcp.load` as in the example, on every rank. They call `state_dict` and `load_state_dict`,
     so after `dcp.load` the model and the optimizer have the loaded values. Each rank saves and loads its own elements,

@@ -31,9 +31,10 @@ the gradient are finite)."""
 
 
 class OwnGradients(Observer):
-    """Checks this rank's gradients for inf and nan before they are averaged, in the 16 steps after a skipped step.
+    """Checks this rank's gradients for inf and nan before they are averaged, in the next 16 steps.
 
-    The averaged gradient does not show which rank computed an inf or nan.
+    `GradientWatcher.watch` creates it after a skipped step or, for Hugging Face's Trainer, after a bad gradient norm or
+    loss scale. It serves to name the rank that computed an inf or nan, which the averaged gradient does not show.
 
     Args:
         owner: the object whose steps are counted: an OptimManager or, for Hugging Face's Trainer, a `BadNumbers`.
@@ -62,11 +63,11 @@ class OwnGradients(Observer):
             self.end()
 
     def end(self) -> None:
-        """Record that a step of the owner has ended. Until the next call, `found` returns the results of this step.
+        """Record that the owner (an OptimManager or a `BadNumbers`) has made a step. Called at the end of each step.
 
-        Only the first 16 steps after a skip are examined. Nevertheless, it is the 17th call that ends the checks and
-        drops the results, because an OptimManager may notice only during step 17 that step 16 was skipped, and then
-        needs the results of step 16.
+        Until the next call, `found` returns the results of the step that has just ended. The results are needed for 16
+        steps, but the checks end only with the 17th call: an OptimManager may notice only during step 17 that step 16
+        was skipped, and then reads the results of step 16. The 17th call drops the results.
         """
         self._last, self._arriving = self._arriving, []
         self.steps -= 1
@@ -118,13 +119,12 @@ class GradientWatcher(Observer):
     def watch(self, owner: Any, parameters: Sequence[torch.nn.Parameter]) -> None:
         """In the next 16 steps of `owner`, check this rank's gradients of `parameters` for inf and nan.
 
-        Each gradient is checked when this rank has computed it, before it is averaged over the ranks. An inf or nan has
-        no immediate effect: the result stays on the device. When a step ends, its results replace those of the step
-        before. They are read to name the rank and the parameter: with an OptimManager, only if the step was skipped
-        (`explain_skip`); with Hugging Face's Trainer, at the end of each checked step (`BadNumbers.end_step`).
-
         Called after `owner` has skipped a step or, for Hugging Face's Trainer, has found a bad gradient norm or loss
-        scale in Trainer's log.
+        scale in Trainer's log. The checks serve to name the rank and the parameter if an inf or nan occurs again.
+
+        Each gradient is checked when this rank has computed it, before it is averaged over the ranks. The results of
+        the checks stay on the device, and only those of the last step are kept. An OptimManager reads them only if that
+        step was skipped (`explain_skip`), a `BadNumbers` after each step (`BadNumbers.end_step`).
 
         Args:
             owner: the object whose steps are counted: an OptimManager or, for Hugging Face's Trainer, a `BadNumbers`.
@@ -138,7 +138,9 @@ class GradientWatcher(Observer):
     def watch_of(self, owner: Any) -> OwnGradients | None:
         """Return the `OwnGradients` that checks this rank's gradients for `owner`, or None if there is none.
 
-        The object is returned even if its checks have already ended, which happens after 16 steps without a skip.
+        From this object, the caller reads the results of the owner's last step. There is none before `watch` is called
+        for `owner`, and after `stop`. If the checks have ended by themselves, after 16 steps without a skip, the object
+        is still returned, but has no results.
 
         owner: the object that was passed to `watch`: an OptimManager or, for Hugging Face's Trainer, a `BadNumbers`.
         """

@@ -37,14 +37,16 @@ _KEY = "board/{}"
 class SharedStatus:
     """Writes this rank's status text and collective logs to shared memory, and reads the texts of other ranks.
 
-    A collective log lists the operations that a rank has issued. Each rank has a page (a region of the shared memory).
+    The status text says what a rank is doing, and how its program has ended. Other ranks read it to report a rank that
+    hangs or fails. A collective log lists the operations that a rank has issued. Neighbouring ranks compare their logs.
+    Each rank has a page (a region of the shared memory).
     All ranks of a host map all pages of this host, so the page of a suspended or killed process can still be read, and
     no server is needed. If there are several hosts, each rank also writes its text to the launcher's store (torch's
     TCPStore).
 
     Attributes:
         neighbours: the other ranks of this host.
-        lost: whether the launcher's store could not be reached twice in a row. After that, the store is no longer used.
+        lost: whether two attempts in a row to reach the launcher's store have failed. The store is then no longer used.
     """
 
     def __init__(self, control: ObjectComm, rank: int) -> None:

@@ -109,7 +109,7 @@ class Watch(Monitor):
         ]
 
     def stop(self) -> None:
-        """Stop monitoring the other ranks: end the thread."""
+        """Stop monitoring the other ranks: end the thread. Called when the process exits."""
         self._stopped.set()
         if self._thread.is_alive():
             self._thread.join(2 * SECONDS)
@@ -126,9 +126,12 @@ class Watch(Monitor):
             self._show()
 
     def raised_before(self) -> tuple[int, Status] | None:
-        """Return the rank, other than this one, that was the first to end by an exception, and its status.
+        """Return which rank, other than this one, was the first to end by an exception (KeyboardInterrupt included).
 
-        Returns None if no other rank has ended by an exception.
+        That rank is probably the cause of errors on this rank, which then blames it.
+
+        Returns:
+            (the rank, its last `Status`), or None if no other rank has ended by an exception.
         """
         others = [(rank, status) for rank, status in self._read_all().items() if rank != self._rank]
         raised = [each for each in others if each[1].interrupted or each[1].ended.startswith(("raised", "ended"))]
@@ -144,17 +147,18 @@ class Watch(Monitor):
         return self.problem is not None if first is None else not first[1].interrupted
 
     def explain_interruption(self, line: str, seconds: float) -> str:
-        """Return a text that says which ranks were interrupted. This rank must have published that it was.
+        """Return a text for the user that says which ranks were interrupted by Ctrl-C. Only one rank gets a text.
 
-        Ctrl-C interrupts all ranks, but not at the same moment. This method waits at most `seconds` until the programs
-        of all ranks have ended; if Ctrl-C is pressed again, it does not wait any longer.
+        Call it on each interrupted rank, after `end` has told the other ranks that this rank was interrupted. Ctrl-C
+        interrupts all ranks, but not at the same moment, so this method first waits until the programs of all ranks
+        have ended, at most `seconds`. If Ctrl-C is pressed again, it does not wait any longer.
 
         Args:
             line: the line of the program at which this rank was interrupted, or "" if it is unknown.
             seconds: the maximum time to wait.
 
         Returns:
-            The text, or "" if another rank was interrupted before this one: on that rank, this method returns the text.
+            The text on the rank that was interrupted first, and "" on all others, so that the text is printed once.
         """
         end, ranks = time.monotonic() + seconds, {self._rank: self.status}
         with contextlib.suppress(KeyboardInterrupt):
@@ -223,8 +227,9 @@ class Watch(Monitor):
     def wait_for_end(self, rank: int, seconds: float) -> None:
         """Wait at most `seconds` until the process of `rank` has ended or is suspended.
 
-        Called before this rank ends because of `rank`, so that the launcher reports `rank` as the one that failed
-        first. Returns at once if the process is on another host.
+        Called before this rank ends its own process after an error that `rank` has caused. The launcher reports the
+        process that ends first as the cause, and that should be the process of `rank`. Returns at once if `rank` is on
+        another host.
         """
         status, end = self._read(rank), time.monotonic() + seconds
         while status is not None and rank in self._board.neighbours and time.monotonic() < end:
@@ -529,7 +534,11 @@ class Watch(Monitor):
     # -- comparisons --------------------------------------------------------------------------------------------
 
     def excerpts(self) -> list[Excerpt]:
-        """Return this rank's last operations on each communicator, for `compare` on another rank."""
+        """Return the last operations that this rank has issued, as one `Excerpt` for each communicator.
+
+        This rank sends the list to the other ranks, with its status. They pass it to `compare`, to find out whether
+        this rank has issued other operations than they have.
+        """
         return [collective_log.excerpt() for collective_log in self._collective_logs]
 
     def compare(self, other: int, theirs: Sequence[Excerpt]) -> str | None:

@@ -37,8 +37,11 @@ class BadNumbers:
     def end_step(self, step: int) -> None:
         """Examine the gradients of step `step`, and log the rank, layer and parameter where inf or nan first occurred.
 
-        Called after every step. Does nothing until `look` finds a bad gradient norm or loss scale in Trainer's log. The
-        examination ends when the cause is found, or after 16 steps.
+        Called after each step, and once more after each epoch. Does nothing unless an examination is running: `look`
+        starts it when Trainer's log contains a bad gradient norm or loss scale, and it ends when the cause is found, or
+        after 16 calls of this method. Collective: every rank must call it.
+
+        step: the number of the step, for the message.
         """
         own = _watcher().watch_of(self)
         if own is None:
@@ -53,14 +56,15 @@ class BadNumbers:
             self.close()
 
     def look(self, step: int, norm: float | None, scale: float | None) -> None:
-        """Check the gradient norm and the loss scale in Trainer's log entry of a step.
+        """Check the gradient norm or, with loss scaling, the loss scale in Trainer's log entry of a step.
 
-        If one of them is bad, log a warning, and examine the gradients of the next steps.
+        If the norm is not finite, or the scale is below 1, log a warning, and examine the gradients of the next steps.
+        Called for each log entry that contains the loss. Collective: every rank must call it.
 
         Args:
             step: the number of the step.
-            norm: the logged gradient norm; None if it was not logged.
-            scale: the loss scale; None without loss scaling.
+            norm: the logged gradient norm; None if it was not logged. It is not checked if there is a loss scale.
+            scale: the logged loss scale; None without loss scaling.
 
         Raises:
             RuntimeError: training cannot recover. Without loss scaling, the norm was not finite in three log entries in

@@ -19,7 +19,12 @@ def calling_trainer() -> Trainer | None:
 
 
 def resumed_folder() -> str | None:
-    """Return the checkpoint folder from which the calling Trainer has resumed; None if it has not."""
+    """Return the checkpoint folder from which the calling Trainer resumes, or None if it starts a new training.
+
+    The calling Trainer is the one whose `train` calls this function, directly or indirectly. BMTrainCallback calls this
+    function when training begins, to load the sharded weights and the optimizer state from the folder, because Trainer
+    does not pass the folder to callbacks.
+    """
     name = "resume_from_checkpoint"
     folder = next((frame.f_locals.get(name) for frame in _trainer_frames() if name in frame.f_code.co_varnames), None)
     return None if folder is None else os.fspath(folder)

@@ -97,11 +97,14 @@ class Containers:
     def added(self, seen: set[int], strange: list[Any]) -> list[torch.Tensor]:
         """Return the tensors that the layer has put into its arguments (lists, dicts and objects) during the forward.
 
-        Only tensors that require a gradient are returned.
+        Only tensors that require a gradient are returned. `enter_backward` calls this after `restore`, to treat these
+        tensors like outputs of the layer.
 
         Args:
-            seen: ids of containers to skip. The ids of the containers that are searched are added to it.
-            strange: a list to which objects that cannot be searched are appended.
+            seen: the ids of containers that are skipped. The ids of the containers that this call searches are added to
+                it, so that the caller does not search the same containers again among the layer's outputs.
+            strange: a list to which this call appends the objects that it cannot search for tensors. The caller may
+                ignore them.
         """
         return [t for t in tensors_in(self._values, seen, strange) if id(t) not in self._inputs]
 
@@ -331,9 +334,10 @@ def _replace(value: Any, guarded: Iterator[torch.Tensor]) -> Any:
 def uncached_autocast() -> AbstractContextManager | None:
     """Return a context manager that turns off autocast's cache and keeps its other settings; None if autocast is off.
 
-    Until the outermost autocast context ends, the cache keeps the low-precision copy of each parameter object. A full
-    parameter is the same object in every step. So if one autocast context enclosed several steps, blocks would compute
-    with copies of old weights. Also, the copies of all blocks would stay in memory.
+    The forwards of sharded blocks and of the outermost module run in this context, for the following reason. Until the
+    outermost autocast context ends, the cache keeps the low-precision copy of each parameter object. A full parameter
+    is the same object in every step. So if one autocast context enclosed several steps, blocks would compute with
+    copies of old weights. Also, the copies of all blocks would stay in memory.
     """
     for device in ("cuda", "cpu"):
         if torch.is_autocast_enabled(device):

@@ -39,8 +39,8 @@ class Observer:
     def before_reduce(self, gradient: GradientBuffer, index: int, values: torch.Tensor) -> None:
         """Called before the gradient of one parameter is averaged over the ranks.
 
-        If several modules outside the blocks share a parameter, each of them computes a gradient of it. Then this is
-        called for each of these gradients.
+        If several modules outside the blocks share a parameter, each of them computes a gradient of it. This method is
+        called once for each of these gradients.
 
         Args:
             gradient: the GradientBuffer, which averages the gradients of all parameters of one flat buffer.

@@ -251,7 +251,11 @@ def _plain_copy(module: Any, memo: dict[int, Any]) -> Any:
 
 
 def own_class(module: torch.nn.Module) -> Any:
-    """Return the class that a module had before it was sharded."""
+    """Return the class that a module had before it was sharded, or its present class if it is not sharded.
+
+    To shard a module, this package sets the module's class to a subclass of its original class. Deep copies and pickles
+    get the original class again, and so does the module itself while it computes with plain torch for a comparison.
+    """
     cls: Any = type(module)
     # Remove only classes that exist because of sharding. Other generated classes also have `_extends`, the class that
     # was extended, but are not subclasses of these two.

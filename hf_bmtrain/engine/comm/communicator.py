@@ -109,14 +109,18 @@ class Communicator(Protocol):
         ...
 
     def unfinished(self) -> bool:
-        """Return whether any issued operation is still running. Any thread may call this."""
+        """Return whether any issued operation is still running. Any thread may call this.
+
+        The monitor (the thread that watches the other ranks) uses it to find out whether this rank waits for others.
+        """
         ...
 
     def close(self, abort: bool) -> None:
-        """Destroy the communicator.
+        """Destroy the communicator. Called when the process ends, and when this rank must stop because of a failure.
 
         Args:
-            abort: whether to abandon operations that still wait for other ranks. With gloo, they get one more second to
+            abort: False if every rank has called all operations, so that they can complete. True after a failure:
+                operations that still wait for other ranks are then abandoned. With gloo, they get one more second to
                 end. To abort the NCCL communicators of a GPU, call `nccl.abort_all` with all of them instead, because
                 aborting them one after another would deadlock.
         """
@@ -185,8 +189,9 @@ class Gather(Protocol):
     def publish(self) -> None:
         """Make the present values of all shards readable by the other ranks.
 
-        Collective: every rank must call it. Afterwards, gathers by peer copies need no collective until the values
-        change. By default, this does nothing, because collectives need no preparation.
+        Called at the start of each forward of an uneven model, in which the ranks may gather different shards. Until
+        the values change, gathers by peer copies then need no collective. By default, this does nothing, because
+        gathers by collectives need no preparation. Collective: every rank must call it.
         """
 
     def is_collective(self, shard: torch.Tensor) -> bool:
@@ -212,7 +217,9 @@ class Gather(Protocol):
     def free_dropped(self) -> None:
         """Free the memory of those shards from `allocate` that no rank references any longer.
 
-        Collective: every rank must call it.
+        Only needed for shards that other ranks read by peer copies: Python frees a deleted model on each rank at
+        another time, but the memory may be freed only when all ranks have deleted the model. Called by
+        `bmt.synchronize`, and before more such memory is allocated. Collective: every rank must call it.
         """
 
 
@@ -464,10 +471,11 @@ def explained_by(collective_log: CollectiveLog) -> Iterator[None]:
 
 
 def comes(work: Any, seconds: float) -> bool:
-    """Wait at most `seconds` for `work`, an operation of gloo. Return whether it succeeded in this time.
+    """Wait at most `seconds` for `work`, an operation of gloo. Return whether the operation succeeded in this time.
 
-    Does not raise: the result is False if the operation failed or is still running. `work.is_completed()` then tells
-    which of the two is the case.
+    Unlike `work.wait`, this does not raise, so that the caller can do something else while the operation runs (look for
+    failed ranks), or can give it up. If the result is False, the operation has failed if `work.is_completed()` is True,
+    and is still running otherwise.
     """
     try:
         work.wait(timedelta(seconds=max(seconds, 0.001)))

@@ -81,9 +81,10 @@ def macros(
 
 
 def combinations() -> list[tuple[torch.dtype, torch.dtype | None, torch.dtype]]:
-    """Return the combinations of dtypes for which there are kernels, as (gradient, weight, master).
+    """Return the combinations of dtypes for which there are AdamW kernels, as tuples (gradient, weight, master).
 
-    The weight is None if the float32 masters are the weights themselves. A master of int16 stands for residuals: the
+    `variants` of this file and of the file with the 8-bit kernels list the variants of their CUDA sources with it. The
+    weight is None if the float32 masters are the weights themselves. A master of int16 stands for residuals: the
     differences between float32 masters and bfloat16 weights.
     """
     kinds: list[tuple[torch.dtype, torch.dtype | None, torch.dtype]] = [(grad, None, torch.float32) for grad in C_NAMES]

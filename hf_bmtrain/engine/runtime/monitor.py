@@ -95,9 +95,11 @@ class Monitor:
     def end(self, how: str) -> None:
         """Report to the other ranks how this rank's program ended. Later calls have no effect.
 
+        Called after an uncaught exception, and when the process exits.
+
         Args:
             how: a description of the end, such as "raised ValueError: ...".
         """
 
     def stop(self) -> None:
-        """Stop watching the other ranks."""
+        """Stop watching the other ranks. Called when the process exits."""

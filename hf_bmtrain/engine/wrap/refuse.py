@@ -133,7 +133,8 @@ def admit_parameters(model: torch.nn.Module, recognized: Callable[[torch.nn.Para
 def holds_additions(model: torch.nn.Module) -> bool:
     """Return whether `model` was wrapped before (entirely or in part) and has parameters that are not sharded.
 
-    Such parameters, for example those of adapters, were added after the model was wrapped.
+    Such parameters, for example those of adapters, were added after the model was wrapped. If the result is True,
+    `auto_wrap` does not refuse the model as wrapped already, but shards only these parameters.
     """
     wrapped = isinstance(model, DistributedModule) or any(isinstance(m, CheckpointBlock) for m in model.modules())
     return wrapped and any(not isinstance(parameter, DistributedParameter) for parameter in model.parameters())

@@ -78,18 +78,19 @@ class HostInputs:
         return None
 
     def upload(self, copies: list[tuple[torch.Tensor, torch.Tensor]]) -> Event:
-        """Queue copies from host memory to the device. Return the event of their completion.
+        """Queue copies from host memory to the device. Return an event that occurs when all of them are complete.
 
         copies: pairs (target on the device, source in host memory).
         """
         return self._queue(copies)
 
     def download(self, tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, Event]:
-        """Queue a copy of a contiguous tensor to host memory.
+        """Queue a copy of a contiguous tensor, an input that a block saves for backward, to host memory.
 
         Returns:
-            The copy, which has the shape of `tensor`; the host memory that contains the copy, to be passed to
-            `give_back` after use; and the event of the copy's completion.
+            (copy, memory, event). `copy` has the shape and dtype of `tensor`, and is complete when `event` occurs.
+            Before you free `tensor`, make the current stream wait for `event`. `memory` is the host memory that
+            contains `copy`. Pass it to `give_back` when `copy` is no longer needed.
         """
         nbytes = tensor.numel() * tensor.element_size()
         memory = self._memory(nbytes)

@@ -132,8 +132,11 @@ class Calibration(Observer):
     def finish(self) -> None:
         """End the calibration: remove this observer, and all-gather weights in float8 from now on.
 
-        Collective: every rank must call it. If the state of a layer has a `reason` (such as too much rounding noise),
-        its weight, and all others in the same flat buffer, are still all-gathered in their own dtype.
+        Called after the decision about each layer was made by `decide`, or read from a checkpoint by
+        `restore_decision`. Collective: every rank must call it.
+
+        If the state of a layer has a `reason` (such as too much rounding noise), its weight, and all others in the same
+        flat buffer, are still all-gathered in their own dtype.
         """
         self.handle.remove()
         for state in self.states.values():

@@ -95,7 +95,7 @@ def is_tested(name: str, version: str) -> bool:
 
 
 def devices(facts: Facts) -> list[str]:
-    """Return lines of text about the GPUs, the versions of CUDA and NCCL, and the links between the GPUs.
+    """Return lines for `screen` about the GPUs, the versions of CUDA and NCCL, and the links between the GPUs.
 
     facts: the facts about this machine.
     """
@@ -118,7 +118,7 @@ def devices(facts: Facts) -> list[str]:
 
 
 def choices(facts: Facts) -> list[str]:
-    """Return lines of text about what training would use here: device, communication, precision, kernels.
+    """Return lines for `screen` about what training would use here: device, communication, precision, kernels.
 
     facts: the facts about this machine.
     """
@@ -142,9 +142,9 @@ def choices(facts: Facts) -> list[str]:
 
 
 def obstacles(facts: Facts) -> list[str]:
-    """Return lines of text that say what to do before training can work here, such as a pip command.
+    """Return lines for `screen` that say what to do before training can work on this machine, such as a pip command.
 
-    The list is empty if training works.
+    The list is empty if training can work. If it is not, `python -m hf_bmtrain` ends with exit code 1.
 
     facts: the facts about this machine.
     """
@@ -158,7 +158,7 @@ def obstacles(facts: Facts) -> list[str]:
 
 
 def advice(facts: Facts) -> list[str]:
-    """Return lines of text that suggest what else to install or check. Training works without these things.
+    """Return lines for `screen` that suggest what else to install or check. Training works without it.
 
     facts: the facts about this machine.
     """

@@ -40,7 +40,7 @@ class Adapter(NamedTuple):
         scaling: the number by which the adapter's output is multiplied, including dropout's 1 / (1 - rate).
         rate: the probability with which dropout drops an element of the input.
         split: whether A and B are float32 and the layer computes in bfloat16. Each of A and B is then represented as a
-            sum of two bfloat16 matrices, and products with them as sums of three (see the docstring of this file).
+            sum of two bfloat16 matrices, as the docstring of this file explains.
         wide: whether the device can multiply 16-bit matrices with a float32 result.
         needs_a: whether A needs a gradient.
         needs_b: whether B needs a gradient.
@@ -56,10 +56,11 @@ class Adapter(NamedTuple):
 
 @functools.cache
 def has_wide_products(device: torch.device) -> bool:
-    """Return whether `device` can multiply 16-bit matrices with a float32 result, without rounding it to 16 bits.
+    """Return whether a product of 16-bit matrices on `device` can be computed as float32, without rounding to 16 bits.
 
-    On CUDA this depends on the GPU and on torch's version. It is always True for other devices, where float32 copies of
-    the matrices are multiplied.
+    If not, layers with float32 adapters that compute in bfloat16 without autocast keep PEFT's own forward, and float32
+    gradients of A and B are rounded to 16 bits first. On a CUDA device, the result depends on the GPU and on torch's
+    version. It is True for all other devices, where the matrices are converted to float32 before the product.
     """
     return device.type != "cuda" or (_OFFERED and torch.cuda.get_device_capability(device)[0] >= 8)
 
@@ -202,7 +203,7 @@ def gradient_of_a(du: Tensor, x: Tensor, adapter: Adapter, rank: int, dtype: tor
 
     Args:
         du: the gradient of x Aᵀ, (rows, r). If the adapter is split: four bfloat16 tensors side by side, (rows, 4 r).
-            The first three sum to this gradient.
+            The first three sum to this gradient. The fourth, a copy of the second, is not used here.
         x: (rows, K), the layer's input, after dropout.
         adapter: the settings of the adapter.
         rank: the rank r of the adapter.
@@ -221,7 +222,7 @@ def gradient_of_b(dy: Tensor, u: Tensor, adapter: Adapter, rank: int, dtype: tor
     Args:
         dy: (rows, N), the gradient of the layer's output.
         u: x Aᵀ, (rows, r), from the forward. If the adapter is split: four bfloat16 tensors side by side, (rows, 4 r).
-            The first three sum to s x Aᵀ.
+            The first three sum to s x Aᵀ. The fourth, a copy of the second, is not used here.
         adapter: the settings of the adapter.
         rank: the rank r of the adapter.
         dtype: the dtype of the result.

@@ -267,16 +267,17 @@ def _all_split(adapters: tuple[Adapter, ...]) -> bool:
 class LoraProduct(torch.autograd.Function):
     """The autograd function of a frozen linear layer with LoRA adapters: y = x Wᵀ + b + Σ s u Bᵀ with u = x Aᵀ.
 
-    The sum is over the adapters. The backward computes gradients of x, A and B, but not of W and b. The arguments of
-    `apply` are:
+    The sum is over the adapters. The backward computes gradients of x, A and B, but not of W and b. FusedLoraLinear
+    calls `apply` in its forward. The arguments of `apply`, in this order, are:
 
     x: (rows, K).
-    weight: W, frozen: (N, K), or (K, N) if `transposed`, as in transformers' Conv1D.
+    weight: W, frozen: (N, K) or, if `transposed`, (K, N).
     bias: b, frozen: (N,) or None.
+    transposed: whether W is stored as (K, N), as in transformers' Conv1D.
     dtype: the dtype of all products and of y. x, W and b are converted to it.
     needs_x: whether x needs a gradient.
-    adapters: the settings of each adapter, which include its scaling s.
-    matrices: A (r, K) and B (N, r) of each adapter in turn.
+    adapters: a tuple with the settings (`Adapter`) of each adapter, which include its scaling s.
+    *matrices: A (r, K) and B (N, r) of the first adapter, then A and B of the second, and so on.
     """
 
     @staticmethod

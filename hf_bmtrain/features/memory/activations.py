@@ -40,7 +40,7 @@ _OCCASION = "a step with use_checkpoint='auto'"
 
 
 class Block(Protocol):
-    """The attributes of a block's state that use_checkpoint="auto" uses.
+    """The interface of a block (transformer layer) for this file: those attributes of `BlockState` that are used here.
 
     Attributes:
         buffers: the flat buffers of the block's parameters.
@@ -87,7 +87,7 @@ class AutoCheckpoint(Recompute):
 
     Args:
         activations: the plan for all blocks, to which the block's measurements are added.
-        block: the block's state.
+        block: the `BlockState` of the block.
         number: how many blocks of the plan were created before this one, which is the same on every rank.
 
     Attributes:
@@ -124,7 +124,8 @@ class AutoCheckpoint(Recompute):
     def prefers_attention(self) -> bool:
         """Return whether keeping only the outputs of attention saves more time per byte than keeping all activations.
 
-        The host waits for the GPU. Returns False if no times are measured: on the CPU, and on the meta device.
+        Called for each measured block when a plan is made. On each rank, the majority of the blocks decides for all.
+        Returns False if no times are measured: on the CPU, and on the meta device. The host waits for the GPU.
         """
         last = self._measured
         if last is None or not last.attention:
@@ -179,10 +180,10 @@ class AutoCheckpoint(Recompute):
 
         Call it before the block's all-gather. The plan `activations` determines the result.
 
-        Collective in the first training forward after a backward, until the ranks have made the first plan, for which
-        they exchange their measurements: every rank must then call this method for one of its blocks. If the ranks make
-        every plan together (`Activations.together`), this continues after the first plan. The ranks of an uneven model
-        do not exchange measurements for the first plan, because each makes it by itself.
+        Collective before the first plan: in the first training forward after each backward, every rank must call this
+        method for one of its blocks, because the ranks exchange their measurements to make the plan. After the first
+        plan, this is still so only if the ranks make every plan together (`Activations.together`). It is not so for an
+        uneven model, because each of its ranks plans by itself.
 
         Returns True inside saved-tensor hooks (such as those of torch's checkpoint, or of offloading, around the
         block), because these hooks decide which tensors are kept. Also returns True inside a backward.
@@ -296,7 +297,11 @@ class Activations:
 
     @property
     def beside_residents(self) -> bool:
-        """True if any model has keep_frozen="auto", so that its frozen parameters may stay unsharded between steps."""
+        """True if any model has keep_frozen="auto", so that its frozen parameters may stay unsharded between steps.
+
+        The plan then does not keep blocks with mostly frozen parameters unsharded from forward to backward (see
+        `AutoCheckpoint.parameters`).
+        """
         return bool(self._planner.residents)
 
     @property
@@ -330,8 +335,8 @@ class Activations:
     def begin_forward(self) -> None:
         """Plan which blocks are recomputed, if this is the first training forward since the last backward.
 
-        Call it at the start of each training forward. A plan that is still valid is kept. While it is too early for the
-        first plan, begin to measure memory instead.
+        Call it at the start of each training forward. A plan that is still valid is kept. The first plan needs measured
+        blocks, and an optimizer that has stepped. While one of these is missing, begin to measure memory instead.
         """
         if not self.in_backward and self._meter.enters_pass(self._schedule.backwards):
             self._begin_pass(self._present())
@@ -394,17 +399,19 @@ class Activations:
         self._fresh.append((block, measurement))
 
     def mark(self, recomputed: bool) -> None:
-        """Record the allocator's peak since the last call, and reset it. Called in a backward while memory is measured.
+        """Record the allocator's peak for the period that ends now, and reset it, so that a new period begins.
 
-        It is called with False when a block's backward begins, and with True when the recomputation of the block's
-        forward begins. From a call with True to the next call, or to the end of the backward, recomputed activations
-        of the block are alive, and the peak of this time is recorded as one of the backward. All other peaks are
-        recorded as peaks of the forward, because no recomputed activations are alive. That includes the time from a
-        call with False to the next call, although it is part of a backward.
+        While memory is measured, this is called twice in each backward of a block: when it begins (`recomputed` is
+        False), and when the recomputation of the block's forward begins (`recomputed` is True). The first period begins
+        with the measurement, and the last one ends with the model's backward.
 
-        The schedule is also asked to call `finish_backward` at the end of this backward.
+        If the call that began a period had `recomputed=True`, recomputed activations are alive in the period, and its
+        peak is recorded as one of the backward. The peaks of all other periods are recorded as peaks of the forward,
+        even if a period is part of the backward, because no recomputed activations are alive then.
 
-        recomputed: False at the start of a block's backward, True at the start of a block's recomputation.
+        This method also asks the schedule to call `finish_backward` at the end of this backward.
+
+        recomputed: whether recomputed activations of a block are alive from now on.
         """
         self._take_peak(recomputed)
         self._schedule.join_backward(self._planner)
@@ -442,7 +449,11 @@ class Activations:
         self._meter.note_versions(_buffers(known))
 
     def abandon_backward(self) -> None:
-        """Discard the measurements of a backward that raised an error, and of the forwards before it."""
+        """Discard the measurements of the blocks' forwards since the last backward that ended without an error.
+
+        Called instead of `finish_backward` after a backward has raised an error. Peaks of memory that were recorded
+        before the error (by `mark`) are not discarded.
+        """
         self._fresh, self._seen = [], []
 
     # -- a plan -------------------------------------------------------------------------------------------------

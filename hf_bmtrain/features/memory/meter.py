@@ -97,11 +97,16 @@ class Stopwatch:
 def shapes_of(args: tuple, kwargs: dict[str, Any]) -> Shapes:
     """Return the shapes of those arguments of a forward that are tensors.
 
-    If no argument is a tensor, return the shapes of the tensors nested in the arguments, for example in a dict.
+    `MeasuredInputs` compares these shapes with those of measured forwards, to find out whether a forward may need more
+    memory than they did.
 
     Args:
         args: the positional arguments of the forward.
         kwargs: the keyword arguments of the forward.
+
+    Returns:
+        One shape for each argument that is a tensor, first of `args`, then of `kwargs`. If no argument is a tensor: one
+        shape for each tensor nested in the arguments, for example in a dict.
     """
     shapes = tuple(value.shape for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor))
     if shapes:
@@ -137,7 +142,7 @@ class MeasuredInputs:
         """Store the input shapes of a forward whose memory was measured.
 
         Args:
-            shapes: the shapes of the forward's inputs.
+            shapes: the shapes of the forward's inputs, from `shapes_of`.
             number: how many forwards ran between the last backward and this forward. Their activations are in memory.
         """
         kept = [each for each in self._measured if each[0] > number or not _is_within(each[1], shapes)]
@@ -146,11 +151,11 @@ class MeasuredInputs:
     def cover(self, shapes: Shapes, number: int = 0) -> bool:
         """Return True if a forward needs at most as much memory as a measured one, False if it may need more.
 
-        The result is True if the inputs of one of the measured forwards were at least as large in every dimension, and
-        at least `number` forwards ran between the last backward and that measured forward.
+        The result is True if one of the measured forwards had inputs that were at least as large in every dimension,
+        and was stored (by `add`) with the same or a larger `number`.
 
         Args:
-            shapes: the shapes of the forward's inputs.
+            shapes: the shapes of the forward's inputs, from `shapes_of`.
             number: how many forwards ran between the last backward and this forward. Their activations are in memory.
         """
         if number <= self._covered.get(shapes, -1):
@@ -231,7 +236,10 @@ class Meter:
         return self.memory.peak() - self._resident_bytes() - self.began
 
     def note_versions(self, buffers: Iterable[ShardedBuffer]) -> None:
-        """Store torch's write counters (versions) of the trainable shards of `buffers`. `has_stepped` compares them."""
+        """Store torch's write counters (versions) of the trainable shards of `buffers`.
+
+        Call it before an optimizer may step. `has_stepped` compares the stored counters with later ones.
+        """
         self._versions = _versions(buffers)
 
     def has_stepped(self, buffers: Iterable[ShardedBuffer]) -> bool:
@@ -257,11 +265,12 @@ class Reading:
         stepped: whether the rank's optimizer has stepped, and so has allocated its state.
         rooms: for each memory peak of a step that the plan distinguishes (such as the forward's and the backward's),
             the bytes that may still be allocated at that peak; None if the rank does not know them yet.
-        activations: for each block, the bytes of its activations.
-        attention: for each block, the bytes of the outputs of its attention.
+        activations: the bytes of each block's activations, in the order of `blocks`.
+        attention: the bytes of the outputs of each block's attention, in the order of `blocks`.
         attention_first: whether keeping only the outputs of attention saves more time per byte than keeping all
             activations.
-        blocks: the numbers of the blocks, which are the same on every rank.
+        blocks: the numbers of the measured blocks. A block has the same number on every rank. Empty, as `activations`
+            and `attention` are, if the plan is not about activations.
     """
 
     stepped: bool
@@ -279,12 +288,13 @@ class Agreed:
     Attributes:
         rooms: for each memory peak of a step (such as the forward's), the bytes that the rank with the least free
             memory may still allocate at that peak.
-        activations: for each of `blocks`, the bytes of its activations on the rank with the most.
-        attention: for each of `blocks`, the bytes of the outputs of its attention on the rank with the most.
+        activations: the bytes of each block's activations, on the rank with the most, in the order of `blocks`.
+        attention: the bytes of the outputs of each block's attention, on the rank with the most, in the order of
+            `blocks`.
         attention_first: whether on every rank, keeping only the outputs of attention saves more time per byte than
             keeping all activations.
-        blocks: the numbers of the blocks that all ranks have, in the order of the readings. A rank may have deleted a
-            model that others still hold.
+        blocks: the numbers of the blocks that are in all readings, in the order of the first reading. Blocks of a model
+            that a rank has already deleted are left out.
     """
 
     rooms: list[int]

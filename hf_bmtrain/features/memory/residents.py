@@ -238,9 +238,12 @@ class Residents:
         return any(isinstance(policy, AutoCheckpoint) for policy in self._policies)
 
     def end_backward(self) -> None:
-        """If memory is being measured, record the allocator's peak now.
+        """Update the largest measured peak of allocated bytes. Does nothing while memory is not measured.
 
-        A later reading could miss it, because the user may reset the allocator's peak statistics between steps.
+        Called at the end of each backward, and before the ranks choose the resident buffers (those that stay unsharded
+        between steps): the largest peak determines how much memory is left for these buffers. The allocator's peak is
+        read after each backward, and not only before the choice, because the user may reset the allocator's peak
+        statistics between steps.
         """
         if self._peak is not None:
             self._peak = max(self._peak, self._meter.taken())

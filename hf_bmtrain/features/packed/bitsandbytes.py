@@ -90,8 +90,8 @@ def adopt_quantized(model: torch.nn.Module, blocks: Chain, outside: Chain, devic
 
     Args:
         model: the model that is about to be sharded.
-        blocks: its blocks (transformer layers).
-        outside: the modules outside blocks.
+        blocks: its blocks (transformer layers), in execution order.
+        outside: the modules that are neither blocks nor inside one.
         device: the device on which the weights that become ordinary parameters are unpacked.
     """
     found = _find(model)

@@ -44,7 +44,8 @@ _ROTARY = ("position_embeddings", "freqs", "rotary", "cos", "sin")
 class SharedRows:
     """Hooks on a model that make each group of `size` consecutive ranks share the rows (sequences) of its batches.
 
-    In the blocks, each rank processes only a part of each row's tokens.
+    All ranks of a group must get the same batch. In the blocks, each rank processes only a part of each row's tokens.
+    The outputs that the model returns, such as the logits, have all tokens again.
 
     Attributes:
         size: the number of ranks in a group.
@@ -55,7 +56,8 @@ class SharedRows:
 
         Collective: every rank must call it.
 
-        size: the number of ranks in a group. They share the rows (sequences) of a batch.
+        model: the outermost module, for `follow`. Call `watch` for the hooks on its blocks.
+        size: the number of ranks in a group, which share the rows (sequences) of a batch.
         """
         self.size, self._rank = size, current_world().rank % size
         current_world().open_group(size)
@@ -70,8 +72,9 @@ class SharedRows:
     def follow(self, model: torch.nn.Module) -> None:
         """Register the hooks that run before and after the forward of `model`, the outermost module.
 
-        If another module was outermost before (PEFT may have wrapped it since), remove the hooks from that module. Also
-        make `generate` of the model and its modules raise an error.
+        Called by the constructor, and again when `auto_wrap` shards adapters that were added later. PEFT may by then
+        have wrapped the earlier model in `model`, so the hooks of the previous call are removed. This method also makes
+        `generate` of the model and its modules raise an error.
         """
         for handle in self._handles:
             handle.remove()
@@ -84,7 +87,11 @@ class SharedRows:
                 module.generate = _refuse_generate  # pyright: ignore[reportArgumentType]
 
     def watch(self, layers: Sequence[torch.nn.Module], trunk: torch.nn.Module) -> None:
-        """Register the hooks that select this rank's tokens before each block and after the last block.
+        """Register the hooks on blocks, which make this rank process only its part of each row's tokens.
+
+        Before each block, a hook selects this rank's tokens in the block's arguments. After `trunk`, a hook makes sure
+        that the returned hidden states have only this rank's tokens. If `trunk` reshapes the output of the last block
+        to the shape of its own input, which has all tokens, a third hook first pads that output with zeros.
 
         Args:
             layers: the blocks (transformer layers), in execution order.

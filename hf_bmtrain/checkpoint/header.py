@@ -37,7 +37,7 @@ class Damaged(ValueError):
 
 
 class TensorSpec(NamedTuple):
-    """Name, dtype and shape of a full tensor."""
+    """Name, dtype and shape of a full tensor that is to be written to a checkpoint. `plan_files` computes its place."""
 
     name: str
     dtype: torch.dtype

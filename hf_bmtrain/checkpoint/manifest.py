@@ -133,7 +133,10 @@ class Manifest:
         return manifest
 
     def check_sizes(self, folder: Path) -> None:
-        """Raise Damaged unless `folder` contains every listed file with its saved size. Contents are not read."""
+        """Raise Damaged unless `folder` contains every listed file with its saved size. Contents are not read.
+
+        Called before a checkpoint is loaded, and to find the newest complete checkpoint.
+        """
         for name in self.files:
             try:
                 size = os.path.getsize(folder / name)

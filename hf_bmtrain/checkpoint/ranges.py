@@ -48,7 +48,10 @@ def as_bytes(values: torch.Tensor) -> torch.Tensor:
 
 
 def checksum(values: torch.Tensor) -> int:
-    """Return the CRC-32 of the memory of a contiguous CPU tensor."""
+    """Return the CRC-32 of the memory of a contiguous CPU tensor.
+
+    `save_state` uses it to find the buffers whose values differ between the ranks.
+    """
     return zlib.crc32(memory_of(as_bytes(values)))
 
 
@@ -170,9 +173,10 @@ def write_file(path: Path, data: bytes, size: int | None = None) -> list[Checked
 
 
 def checksums(path: Path) -> list[Checked]:
-    """Return the offset, size and checksum of each chunk (of at most 4 MiB) of a file that other code has written.
+    """Read a file, and return the offset, size and checksum of each chunk (at most 4 MiB) of it.
 
-    The file is also flushed to disk before this function returns.
+    `save_state` calls this for the files that the user's function `add` has written into a checkpoint. The file is also
+    flushed to disk, because that function may not have done so.
     """
     chunks, start = [], 0
     with open(path, "rb") as file:
@@ -302,7 +306,8 @@ def _read(handle: int, scratch: _Scratch, chunk: Checked, what: str) -> torch.Te
 def check_heads(folder: Path, manifest: Manifest) -> None:
     """Verify the headers of a checkpoint's safetensors files, and all bytes of its other files.
 
-    The tensors in safetensors files are not verified here, because `read_parts` verifies them when it reads them.
+    Called before a checkpoint is loaded or merged. The tensors in safetensors files are not verified here, because
+    `read_parts` verifies them when it reads them.
 
     Args:
         folder: the checkpoint's folder.
@@ -325,9 +330,11 @@ def _header_bytes(path: Path) -> int:
 
 
 def check_file(folder: Path, name: str, chunks: Sequence[Checked]) -> Iterator[tuple[int, str | None]]:
-    """Verify chunks of a file. For each chunk, yield (its size in bytes, a description of the damage or None).
+    """Compare chunks of a checkpoint's file with their checksums, and yield a tuple (size, damage) for each chunk.
 
-    If the file cannot be opened, no chunk is read, and only (0, a description of the error) is yielded.
+    `size` is the size of the chunk in bytes. `damage` is a text that describes what is wrong, or None if the chunk is
+    intact. Each chunk is read when its tuple is requested, so the caller can show progress or stop early. If the file
+    cannot be opened, the only tuple is (0, a text with the error).
 
     Args:
         folder: the folder of the file.

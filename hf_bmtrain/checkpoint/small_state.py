@@ -75,6 +75,8 @@ def collect(
 def encode(state: dict[str, Any]) -> bytes:
     """Return the bytes of a checkpoint's file `state.pt`, which contains all state except the large tensors.
 
+    `save_state` calls this before it writes any file, so that an error leaves no incomplete checkpoint.
+
     state: the random generators, schedulers and other small state, as `collect` returns them.
 
     Raises ValueError if torch.load(weights_only=True) would refuse objects in it.
@@ -87,6 +89,8 @@ def encode(state: dict[str, Any]) -> bytes:
 
 def decode(data: bytes) -> dict[str, Any]:
     """Return the small state (random generators, schedulers and so on) from `data`, the bytes of the file `state.pt`.
+
+    `read` calls this with the bytes of a file, and `encode` with bytes that it has just made, to check them.
 
     Raises ValueError if torch.load(weights_only=True) refuses objects in it.
     """
@@ -149,8 +153,9 @@ def restore(
 def restore_random(world: World, state: dict[str, Any], step: int) -> None:
     """Restore this rank's random generators of Python, NumPy, torch and the device from a checkpoint.
 
-    If another number of ranks saved the checkpoint, the generators are seeded instead. The seed is computed from rank
-    0's saved generator and `step`.
+    If another number of ranks saved the checkpoint, the generators are seeded instead, as by `seed_everything`: a GPU's
+    generator gets a different seed on each rank, and all other generators get the same seed on every rank. The seeds
+    are computed from rank 0's saved generator and `step`.
 
     Args:
         world: this rank's number, device and communicators.
@@ -172,6 +177,8 @@ def restore_random(world: World, state: dict[str, Any], step: int) -> None:
 
 def check_fit(optimizer: Any, schedulers: Any, model: torch.nn.Module, state: dict[str, Any]) -> None:
     """Raise ValueError if a checkpoint does not fit the given optimizers and schedulers, for example in their number.
+
+    `load_state` calls this before it changes anything.
 
     Args:
         optimizer: an OptimManager, one or several optimizers, or None to load no optimizer state.

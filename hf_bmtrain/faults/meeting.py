@@ -55,9 +55,9 @@ def meet(rank: int, size: int, timeout: timedelta, init_method: str) -> TCPStore
         init_method: the URL with the address of the store, as for `torch.distributed.init_process_group`.
 
     Returns:
-        The store. Keep a reference to it until torch's process group has been created, because this group uses the same
-        server, which ends with the store. If `init_method` does not give a host and port, as with "file://", this
-        function returns None at once.
+        The store. Keep a reference to it until torch's process group has been created. The process group uses the
+        server of this store, which usually runs in rank 0 and ends when the store is deleted there. If `init_method`
+        does not give a host and port, as with "file://", this function returns None at once.
 
     Raises:
         RuntimeError: a rank did not arrive within `timeout`, or rank 0 cannot open the store. The error names the

@@ -57,14 +57,18 @@ _INTERRUPTED_SECONDS = 3.0
 def install(world: World, watch: Watch, opened: Sequence[Communicator], joined: bool) -> Callable[[], None]:
     """Make this process report exceptions to the other ranks, and close its communicators when the program ends.
 
+    Called by `init_distributed`. It replaces `sys.excepthook`, `sys.exit`, `exit` and `quit`, and registers an
+    exit handler.
+
     Args:
         world: this rank's number, device and communicators.
         watch: the monitor that tells the other ranks how this rank ended.
-        opened: the communicators to close.
-        joined: whether torch's process group existed before `init_distributed`. If so, it is not destroyed here.
+        opened: the communicators that the exit handler closes.
+        joined: whether torch's process group existed before `init_distributed`. If so, the exit handler does not
+            destroy the process group.
 
     Returns:
-        A function that undoes these changes. This process's exit handler also calls it.
+        A function that restores the replaced functions and removes the exit handler. The exit handler calls it first.
     """
     exits, pid = Exits(), os.getpid()
     undo = [_report_exceptions(watch, world.rank), exits.install()]

@@ -128,7 +128,11 @@ class TrainerMixin:
         super().save_model(*args, _internal_call=_internal_call, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
 
     def get_num_trainable_parameters(self) -> int:
-        """Return the number of elements of all trainable parameters of the full model."""
+        """Return the number of elements of the model's trainable parameters. Sharded parameters count in full.
+
+        This replaces the method of transformers.Trainer, which would count only this rank's part of weights that
+        `tp_size` splits over ranks.
+        """
         return ParameterCount(self.model)(only_trainable=True)
 
 

@@ -296,7 +296,7 @@ class PipelineTransformerBlockList(TransformerBlockList):
     """A TransformerBlockList with the name of BMTrain's class for pipeline parallelism. It does not use pipelines.
 
     It differs from a TransformerBlockList only in that a call accepts the keyword argument `batch_related`, and ignores
-    it. In BMTrain, it names the arguments that are split into micro-batches for the pipeline; here nothing is split.
+    it. In BMTrain, `batch_related` lists the arguments that are split into micro-batches for the pipeline.
     Creating the list is collective: every rank must do it.
 
     Args:

@@ -85,7 +85,11 @@ class BlockState:
 
     @property
     def keeps_no_cache(self) -> bool:
-        """True if training forwards must not fill a key-value cache, because they may be recomputed or are compiled."""
+        """True if training forwards must not fill a key-value cache, because they may be recomputed or are compiled.
+
+        A hook of the outermost module reads this, and passes use_cache=False to forwards in training if it is True for
+        any block.
+        """
         return not self.recompute.fills_cache or self.compiled
 
     # -- forward ------------------------------------------------------------------------------------------------
@@ -325,7 +329,11 @@ class BlockState:
         self._open = False
 
     def reshard(self) -> None:
-        """Free the full (all-gathered) parameters, unless they are resident (kept from step to step)."""
+        """Free the full (all-gathered) parameters, unless they are resident (kept from step to step).
+
+        Called when the block's forward or backward no longer needs them. Before the call, the modules must have their
+        sharded parameters again (`show_local`).
+        """
         for buffer in self.buffers:
             buffer.reshard()
 
@@ -372,7 +380,8 @@ class BlockState:
     def finish_backward(self) -> None:
         """Reduce the block's gradients and reshard it at the end of backward, if `after_backward` has not done so.
 
-        Collective: every rank must call it. `after_backward` has not done so in two cases:
+        At the end of each backward, the schedule calls this for every block that the backward has reached. Collective:
+        every rank must call it. `after_backward` has not done so in two cases:
 
         * No input of the block requires a gradient. Autograd then does not call `after_backward`.
         * The forward called the block several times, and backward has reached only some of these calls. Then

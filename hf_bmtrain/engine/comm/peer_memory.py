@@ -31,8 +31,10 @@ class PeerMemory(Protocol):
             dtype: their dtype.
 
         Returns:
-            The memory as a tensor (numel,), a handle that other processes pass to `map`, and a function that returns
-            None as soon as no tensor of this process refers to the memory.
+            Three values: the memory as a tensor (numel,), a handle that other processes pass to `map`, and a function
+            without arguments. The function tells whether this process still uses the memory, which may be freed only
+            afterwards: it returns None as soon as no tensor of this process refers to the memory, and another object
+            until then.
         """
         ...
 
@@ -59,15 +61,18 @@ class PeerMemory(Protocol):
         ...
 
     def unlink(self, handle: Any) -> None:
-        """Delete the file through which memory is shared, if any. Every process must have mapped the memory before.
+        """Delete the file through which memory is shared, if any, so that no file remains if the job is killed.
 
-        The memory itself stays until no process maps it any longer.
+        The process that allocated the memory calls this when all other processes have mapped it. The memory itself
+        stays until no process maps it any longer.
 
         handle: the handle that `allocate` returned in this process.
         """
 
     def unmap(self, source: Any) -> None:
         """Unmap memory of another process from this one.
+
+        Called when this process has finished all copies from and to the memory, before its owner calls `free`.
 
         source: the mapped memory that `map` returned.
         """

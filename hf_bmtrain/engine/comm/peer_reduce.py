@@ -76,7 +76,8 @@ class Mailboxes:
     def make(self, nbytes: int) -> None:
         """Allocate this rank's mailboxes, of `nbytes` bytes each, and map those of the other ranks into this process.
 
-        A mailbox is memory into which the other ranks copy gradients. If mailboxes already exist, call `free` first.
+        A mailbox is memory into which the other ranks copy gradients. `PeerReduction.take` calls this before the first
+        reduction, and when a reduction needs larger mailboxes. If mailboxes already exist, call `free` first.
         Collective: every rank must call it.
         """
         full, self._handle, _ = self._memory.allocate(MAILBOXES * nbytes, torch.uint8)
@@ -88,19 +89,20 @@ class Mailboxes:
         self._taken, self.nbytes = 0, nbytes
 
     def take(self) -> Mailbox:
-        """Return this rank's mailbox for the next reduction. Mailboxes are used in turn.
+        """Return this rank's mailbox for the next reduction. Call it once for each reduction, on all ranks.
 
-        A mailbox is memory into which the other ranks copy gradients.
+        A mailbox is memory into which the other ranks copy gradients. A rank's mailboxes are used in turn. So if all
+        ranks do the same reductions, they use mailboxes of the same index for each. The call does not communicate.
         """
         self._taken += 1
         return self.boxes[self._taken % MAILBOXES]
 
     def before(self, box: Mailbox) -> Mailbox:
-        """Return the mailbox that this rank used in the reduction before the one that uses `box`.
+        """Return this rank's mailbox for the reduction just before the one that uses `box`.
 
-        A mailbox is memory into which the other ranks copy gradients. Mailboxes are used in turn. When all ranks have
-        made their copies for one reduction, they have finished reading the mailboxes of the reduction before it, so the
-        mailbox that this method returns may then be filled again.
+        A mailbox is memory into which the other ranks copy gradients. `PeerReduction.carry` calls this to record from
+        when on the returned mailbox may be filled again: after all ranks have made their copies for the later
+        reduction. At that time, they have finished reading their mailboxes of the earlier one.
 
         box: this rank's mailbox for the later reduction.
         """

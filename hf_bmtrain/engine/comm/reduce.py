@@ -39,8 +39,9 @@ class PendingReduce:
             copied.
         added: (mean, running sum, shard) if gradients are accumulated over several backwards: `wait` adds the mean to
             the running sum and writes the sum to the shard. None if `wait` has nothing to add.
-        squares: (k,) float64, for gradient norms. For each of the k gradients, the sum of squares of the elements that
-            the reduction writes to this rank's shard. Read it after `wait`. None if the reduction does not compute it.
+        squares: (k,) float64, for gradient norms, where k is the number of tensors in the flat buffer. For each tensor,
+            the sum of squares of the elements that the reduction writes to this rank's shard. Read it after `wait`.
+            None if the reduction does not compute it.
     """
 
     arrived: Ticket
@@ -115,7 +116,10 @@ class Reducer(Protocol):
         ...
 
     def discard(self) -> None:
-        """Drop the gradients that `collect` has accepted since the last `send`, after an exception, for example."""
+        """Drop the gradients that `collect` has accepted since the last `send`.
+
+        Called instead of `send` if the gradients are not wanted, for example after an exception in a backward.
+        """
 
 
 class Reduction(Protocol):
@@ -131,7 +135,7 @@ class Reduction(Protocol):
     def mapped_bytes(self) -> int:
         """The number of bytes that this reduction has allocated outside torch's allocator.
 
-        Torch's memory statistics do not count them.
+        Code that reports or predicts memory adds them, because torch's memory statistics do not count them.
         """
         return 0
 
@@ -147,14 +151,21 @@ class Reduction(Protocol):
         ...
 
     def free(self) -> None:
-        """Free the memory that is kept from one reduction to the next, if any. Collective: every rank must call it."""
+        """Free the memory that is kept from one reduction to the next, if any. Collective: every rank must call it.
+
+        Called, for example, when models have been deleted and no reduction is pending. The next reduction allocates the
+        memory again.
+        """
 
 
 class Packing:
-    """Copies gradients to their places in a flat tensor. Padding and missing gradients become zero.
+    """Copies gradients to their places in a flat tensor, so that one collective can average all of them.
+
+    In each backward, call `add` for gradients that are ready early, and then `complete` once, with all others. It also
+    sets the padding and the places of missing gradients to zero.
 
     Args:
-        flat: (layout.numel,), written.
+        flat: (layout.numel,), the flat tensor, which is overwritten.
         layout: the layout of the flat buffer.
         shapes: the full shapes of its tensors.
     """
@@ -171,7 +182,10 @@ class Packing:
         self._packed: set[int] = set()
 
     def add(self, index: int, gradient: torch.Tensor) -> None:
-        """Copy the gradient of tensor `index` to its place in the flat tensor. A second gradient is added there."""
+        """Copy the gradient of tensor `index` to its place in the flat tensor. A second gradient is added there.
+
+        Called for gradients that are ready before `complete` is called, so that their memory can be freed early.
+        """
         if index in self._packed:
             self._views[index].add_(gradient)
         else:
@@ -220,9 +234,12 @@ class CollectingReducer:
     def with_collected(self, gradients: Sequence[torch.Tensor | None]) -> Sequence[torch.Tensor | None]:
         """Return `gradients` together with those that `collect` has accepted since the last `send`.
 
-        If a tensor has a gradient from both, their sum is returned. This object keeps no reference to the gradients.
+        The subclasses' `send` calls this first. Afterwards this object has no reference to the accepted gradients.
 
         gradients: for each tensor of the flat buffer, the gradient passed to `send`, or None.
+
+        Returns:
+            For each tensor, the gradient from `gradients` or from `collect`, their sum if there are both, or None.
         """
         if not self._collected:
             return gradients

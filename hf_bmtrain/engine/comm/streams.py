@@ -65,7 +65,10 @@ class WorkStream:
         self.run(ticket.wait)
 
     def follow(self) -> None:
-        """Make work that is put into this queue from now on wait for all work on the current stream so far."""
+        """Make work that is put into this queue from now on wait for all work on the current stream so far.
+
+        Call it before `run`, if the work of `run` reads what the current stream computes.
+        """
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
 
     def record_event(self) -> Event:
@@ -95,7 +98,10 @@ class Immediate:
 
 
 def finish(device: torch.device) -> None:
-    """Make the host wait until `device` has completed all work queued on the current stream."""
+    """Make the host wait until `device` has completed all work queued on the current stream.
+
+    Called, for example, before the host measures times or reads values that the device has written to host memory.
+    """
     if device.type == "cuda":
         torch.cuda.current_stream(device).synchronize()
 
@@ -103,7 +109,8 @@ def finish(device: torch.device) -> None:
 def has_own_memory(device: torch.device) -> bool:
     """Return whether `device` has its own memory, separate from the host's.
 
-    The result is also True for the meta device, which stands for a GPU in predictions of memory.
+    If it has, values that are offloaded to the host, or written to files, are first copied to host memory. The result
+    is also True for the meta device, which stands for a GPU in predictions of memory.
     """
     return device.type != "cpu"
 

@@ -34,12 +34,18 @@ def variants(arch: int) -> list[Variant]:
 
 
 def serves(dtype: torch.dtype, device: torch.device) -> bool:
-    """Return whether `peer_mean` supports gradients of `dtype` on `device`."""
+    """Return whether `peer_mean` supports gradients of `dtype` on `device`.
+
+    If not, the gradients of a flat buffer are averaged by a reduce-scatter instead of peer copies.
+    """
     return dtype in C_NAMES or (dtype == torch.float64 and device.type == "cpu")
 
 
 def peer_mean(rows: Tensor, mine: Tensor, own: int, out: Tensor, total: Tensor | None = None) -> Tensor:
-    """Average the values of all ranks: write the mean to `out`, or add it to `total` and write the sum to `out`.
+    """Average the gradient values of all ranks, and write the mean to `out`.
+
+    With `total`, the mean is added to `total` instead, and the new `total` is written to `out`. This function does not
+    communicate: the other ranks have already copied their values to `rows`.
 
     Values are added in rank order, in float32 (float64 for float64), and the sum is divided once, so results are
     bit-identical in every run. The host does not wait for the device. All tensors are on one device, and `out` and

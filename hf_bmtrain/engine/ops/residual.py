@@ -55,7 +55,8 @@ class Master:
     def part(self, part: slice, device: torch.device) -> Master:
         """Return a Master of the elements in the slice `part`, with all tensors on `device`. Only read from it.
 
-        Tensors that are on `device` already are views. The others are copies, so a write to them would be lost.
+        Used to read the masters in pieces, so that temporary tensors are small. Tensors that are on `device` already
+        are views. The others are copies, so a write to them would be lost.
         """
         stored = None if self.stored is None else self.stored[part].to(device)
         exp_avg_sq = None if self.exp_avg_sq is None else self.exp_avg_sq[part].to(device)
@@ -64,13 +65,15 @@ class Master:
     def read(self, device: torch.device | None = None) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return the masters and Adam's second moment, both (n,) float32.
 
+        Used by code that computes with the masters outside the optimizer's own update, such as statistics of updates.
+
         If the masters are stored in float32, the results are the stored tensors themselves, so do not write to them.
         If they are stored as residuals (their differences from the weights), the results are new tensors. The second
         moment is None if the optimizer has none in float32.
 
         Args:
-            device: the device of new results; None uses the device of the residuals. Stored tensors stay where they
-                are.
+            device: the device of new tensors; None uses the device of the residuals. It has no effect if the results
+                are the stored tensors.
         """
         if self.stored is None:
             return self.weight, self.exp_avg_sq
@@ -79,7 +82,9 @@ class Master:
         return join(self.weight.to(self.stored.device), self.stored, self.exp_avg_sq, device)
 
     def write(self, master: torch.Tensor) -> None:
-        """Store new masters.
+        """Store new masters, which come, for example, from a checkpoint.
+
+        Called when a parameter's optimizer state is copied into newly allocated state tensors.
 
         * If masters are stored as residuals, which are the differences between masters and weights, the weights are set
           to the masters rounded to nearest even.
@@ -111,8 +116,8 @@ class Master:
     def follow_weight(self) -> None:
         """Update float32 masters after something other than the optimizer has written the weights.
 
-        Optimizers call this before they use or return masters that may be out of date. A master does not change if it
-        still equals its weight when it is rounded to the weight's dtype. For the others:
+        Optimizers call this before they use or return masters that may be out of date. A master that, rounded to the
+        dtype of its weight, equals the weight does not change. For the others:
 
         * The master of a bfloat16 weight changes by as much as the weight has changed. The old weight was overwritten,
           but it is the old master rounded to bfloat16. Old weight and new weight are converted to float32, and the bits
@@ -134,6 +139,8 @@ class Master:
 
 def split(master: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor, exp_avg_sq: torch.Tensor | None) -> None:
     """Split float32 masters into bfloat16 weights and 16-bit residuals. All tensors are (n,).
+
+    Called when masters are loaded, and in each step on the CPU. On a GPU, the optimizer's kernel computes the same.
 
     A residual is the difference between a master and its weight: their bits, read as integers, are subtracted. The
     value 32768, which int16 lacks, is stored as -32768 and marked by a tie flag, the sign of `exp_avg_sq`.
@@ -163,7 +170,8 @@ def join(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Return the float32 masters of bfloat16 weights, computed from residuals. This reverses `split`.
 
-    All tensors are (n,).
+    Called when masters are saved or read, and in each step on the CPU. On a GPU, the optimizer's kernel computes the
+    same in a step. All tensors are (n,).
 
     Args:
         weight: the bfloat16 weights.

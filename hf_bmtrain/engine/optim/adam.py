@@ -157,15 +157,20 @@ class AdamOptimizer(torch.optim.Optimizer):
 
     @property
     def scale(self) -> float:
-        """The current loss scale, or 1 if there is none. Reading it waits for the device."""
+        """The current loss scale of the OptimManager that has this optimizer. Reading it waits for the device.
+
+        1 if the optimizer is in no OptimManager, or in one without a loss scale. The attribute has the name that it has
+        in BMTrain, and is not the argument `scale` of `step`.
+        """
         return 1.0 if self.loss_scale is None else float(self.loss_scale)
 
     @torch.no_grad()
     def step(self, closure=None, scale: float = 1.0):
         """Update every parameter that has a gradient.
 
-        Collective: every rank must call it, because some steps compare the optimizers of all ranks: the first step, and
-        the first one after the parameter groups have changed, more parameters were sharded, or a state was loaded.
+        Collective: every rank must call it, because some steps check that the parameters, the settings and the loaded
+        states are the same on all ranks. These are the first step, and the first one after the parameter groups have
+        changed, more parameters were sharded, or a state was loaded.
 
         Args:
             closure: a function without arguments that computes the loss. It is called before the update. None calls
@@ -401,8 +406,8 @@ class AdamOptimizer(torch.optim.Optimizer):
         Args:
             gather: which state to return, False or True.
                 False: this rank's state. The call is not collective. The tensors are the optimizer's own, which the
-                next step changes. Only masters and second moments of bfloat16 weights on CUDA, and 8-bit moments, are
-                new float32 tensors in host memory.
+                next step changes. Tensors that the optimizer stores in another form are returned as new float32 tensors
+                in host memory: 8-bit moments, and the masters and second moments of bfloat16 weights on CUDA.
                 False, in a program that uses an `accelerate.Accelerator`: the full state, in host memory on every rank.
                 Collective: every rank must call it.
                 True: the full state, copied to host memory on rank 0, and no tensors on other ranks. Collective: every
@@ -572,13 +577,14 @@ def _check_settings(group: dict) -> None:
 
 
 def as_number(name: str, value: Any) -> float:
-    """Return `value`, a number or a tensor of one element, as a float.
+    """Return a setting of an optimizer, which may be a number or a tensor of one element, as a float.
 
-    If `value` is a tensor on a GPU, the host waits for the device.
+    Called when the settings, or the argument `scale` of `step`, are checked. If `value` is a tensor on a GPU, the host
+    waits for the device.
 
     Args:
-        name: the name of the option, for the error message.
-        value: the value of the option.
+        name: the name of the setting, such as "lr", for the error message.
+        value: the value of the setting.
 
     Raises:
         TypeError: `value` is neither a number nor a tensor of one element.

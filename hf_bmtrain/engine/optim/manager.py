@@ -123,7 +123,11 @@ class OptimManager:
 
     @property
     def loss_scale(self) -> float:
-        """The current loss scale, or 1 if there is none. It can be set. Reading it waits for the device."""
+        """The current loss scale, or 1 if there is none. Reading it makes the host wait for the device.
+
+        To set another scale, assign a positive number, on every rank. This ends the previous step. If there is no loss
+        scale, a number other than 1 starts loss scaling.
+        """
         return 1.0 if self._scale is None else float(self._scale)
 
     @loss_scale.setter
@@ -205,8 +209,8 @@ class OptimManager:
         """Multiply this rank's loss by the loss scale and run its backward, which averages gradients over the ranks.
 
         Collective: every rank must call it. Afterwards, `.grad` of a sharded parameter has this rank's elements of the
-        mean, still multiplied by the loss scale. With the argument `grad_scale` of OptimManager, it is the sum over the
-        ranks divided by `grad_scale` instead. Several backwards accumulate in `.grad`, as in torch.
+        mean, still multiplied by the loss scale. If OptimManager was created with `grad_scale`, the sum over the ranks
+        divided by `grad_scale` takes the place of the mean. Several backwards accumulate in `.grad`, as in torch.
 
         Args:
             loss: a tensor of one element. It is required. The default, None, exists only so that a call without a loss
@@ -744,7 +748,7 @@ class HostFlag:
         return self._event is None or self._event.query()
 
     def read(self) -> float:
-        """Return the value of the skip flag. The host waits until the flag has been copied to host memory."""
+        """Return the value of the flag: not 0 if the step must be skipped. The host waits for the copy if needed."""
         if self._event is not None:
             self._event.synchronize()
         return self._value.item()

@@ -68,7 +68,8 @@ def _shard(world: World) -> tuple[int, int, int]:
 def copy_full_state(optimizer: torch.optim.Optimizer, world: World) -> dict[str, Any]:
     """Return an optimizer's state dict with full tensors, copied to host memory on every rank.
 
-    Collective: every rank must call it.
+    Collective: every rank must call it. `copy.deepcopy` of an AdamOptimizer calls this, because the copies of its
+    parameters are full, so their state must be full as well.
 
     Args:
         optimizer: an optimizer over sharded parameters.
@@ -79,7 +80,10 @@ def copy_full_state(optimizer: torch.optim.Optimizer, world: World) -> dict[str,
 
 
 def check_state(state_dict: Any) -> None:
-    """Raise TypeError or ValueError unless `state_dict` has the form of an optimizer's state dict."""
+    """Raise TypeError or ValueError unless `state_dict` is a dict with the keys "state" and "param_groups".
+
+    `AdamOptimizer.load_state_dict` calls this before it changes anything.
+    """
     expect_kind("state_dict", state_dict, dict, "the result of state_dict() of an optimizer")
     lacking = [key for key in ("state", "param_groups") if key not in state_dict]
     if lacking:
@@ -158,11 +162,12 @@ class FullState:
     An optimizer over sharded parameters has a FullState as its attribute `full_state`. Accelerate saves only rank 0's
     state dict and loads the file on every rank, so that all ranks would get rank 0's shards. So if the program uses an
     `accelerate.Accelerator`, `state_dict()` is collective and returns full tensors; `accelerator.save_state` calls it
-    on every rank. Otherwise, it returns this rank's elements. Both forms can be loaded: before the next step, a tensor
-    with as many elements as the full parameter is replaced by this rank's elements.
+    on every rank. In other programs, `state_dict()` returns this rank's elements. Either kind of state dict can be
+    loaded: before the next step, a tensor with as many elements as the full parameter is replaced by this rank's
+    elements.
 
     Args:
-        optimizer: the optimizer. A hook is added to its `state_dict()`.
+        optimizer: the optimizer. A hook that gathers the full tensors is registered on its `state_dict()`.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
@@ -173,17 +178,19 @@ class FullState:
         optimizer.register_state_dict_post_hook(self._make_full)
 
     def is_loaded(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Return whether a state was loaded into `optimizer` that `shard_loaded` has not processed yet.
+        """Return whether `shard_loaded` must be called before the next step, because a state was loaded.
 
-        Also True before the first call of `shard_loaded`.
+        True if a state was loaded into `optimizer` since the last call of `shard_loaded`, or if `shard_loaded` has
+        never been called: it is not known then whether a state was loaded.
         """
         return optimizer.state is not self._sharded
 
     @contextmanager
     def local(self) -> Iterator[None]:
-        """Return a context in which `optimizer.state_dict()` returns this rank's elements, without communication.
+        """Context manager inside which `optimizer.state_dict()` returns this rank's elements, without communication.
 
-        `save_state` uses it, because it gathers full tensors itself if they are needed.
+        The function `save_state` of this file calls `state_dict()` inside it. If full tensors are needed, `save_state`
+        gathers them afterwards.
         """
         self._local = True
         try:
@@ -224,11 +231,12 @@ class FullState:
 def full_facts(entries: Iterable[tuple[Any, str, Any]]) -> dict[str, str]:
     """Return a hash of each full tensor in a loaded state, as {description of the tensor: hash}.
 
-    The ranks compare these hashes to check that they loaded the same state. Tensors with only this rank's elements have
-    no hash, because they differ between ranks. Nor does a parameter of which one rank stores all elements: there, the
-    local and the full tensor have the same size, so it is unknown which of the two was loaded.
+    The ranks compare these hashes before the next step, to check that they loaded the same state. Numbers, the state of
+    unsharded parameters, and tensors with only this rank's elements (which differ between ranks) have no hash. If one
+    rank stores all elements of a parameter, the state of this parameter has no hashes either: a local and a full tensor
+    then have the same size, so it is unknown which of the two was loaded.
 
-    entries: (parameter, name, value) of all state tensors.
+    entries: a tuple (parameter, name such as "exp_avg", value) for each value in the loaded state.
     """
     facts: dict[str, str] = {}
     for number, (parameter, name, value) in enumerate(entries):
@@ -244,16 +252,22 @@ def full_facts(entries: Iterable[tuple[Any, str, Any]]) -> dict[str, str]:
 
 
 def own_part(parameter: torch.Tensor, name: str, value: Any) -> Any:
-    """Return this rank's elements of a state tensor. If `value` is a full tensor, the result is a view of it.
+    """Return this rank's elements of one value in an optimizer's state, such as the "exp_avg" of a parameter.
 
-    If `value` has only this rank's elements, it is returned as a sharded tensor. The following are returned unchanged:
-    numbers, factors of a matrix (as in Adafactor), scales of 8-bit optimizers, several full tensors stacked in a new
-    dimension 0, and the state of parameters that are not sharded. Any other shape raises ValueError.
+    Called for each value of a state that was loaded, which may be full or sharded already:
+
+    * If `value` is a full tensor, the result is a view of this rank's elements.
+    * If `value` has only this rank's elements, it is returned as a sharded tensor (`ShardTensor`).
+    * The following are returned unchanged: numbers, factors of a matrix (as in Adafactor), scales of 8-bit optimizers,
+      several full tensors stacked in a new dimension 0, and all values of parameters that are not sharded.
 
     Args:
-        parameter: the parameter to which the state belongs.
-        name: the name of the state, such as "exp_avg".
-        value: the state.
+        parameter: the parameter to which the value belongs.
+        name: the name of the value, such as "exp_avg".
+        value: a tensor or a number.
+
+    Raises:
+        ValueError: `value` is a tensor of any other shape.
     """
     if not isinstance(parameter, DistributedParameter) or not isinstance(value, torch.Tensor) or value.dim() == 0:
         return value
@@ -337,21 +351,24 @@ def _gather(
 
 
 def divide_state(parameters: dict[Any, Any], state: States, world: World) -> tuple[list[tuple[str, Any]], States]:
-    """Divide a state into tensors that are sharded like their parameters, and all other values, such as step counts.
+    """Divide an optimizer's state into tensors that are sharded like their parameters, and all other values.
 
-    Collective: every rank must call it. A tensor is sharded like its parameter if, on every rank, it has the shape of
-    the local parameter. One rank alone cannot decide this, because a step count may have the shape of a local parameter
-    of one element. Other values are taken from the rank that stores the most elements of the parameter, because an
-    optimizer may not count steps on a rank without elements.
+    Called when a state is saved: tensors that are sharded like their parameters, such as moments, are gathered or saved
+    in parts, and other values, such as step counts, are saved once. Collective: every rank must call it.
+
+    A tensor is sharded like its parameter if, on every rank, it has the shape of the local parameter. One rank alone
+    cannot decide this, because a step count may have the shape of a local parameter of one element. Other values are
+    taken from the rank that stores the most elements of the parameter, because an optimizer may not count steps on a
+    rank without elements.
 
     Args:
-        parameters: the parameters by their keys in `state`.
-        state: this rank's state.
+        parameters: {key: parameter}, for all keys of `state`.
+        state: this rank's state, {key of a parameter: {name, such as "exp_avg": value}}.
         world: the ranks over which the parameters are sharded.
 
     Returns:
-        The (name, key) of the tensors that are sharded like their parameters, in the same order on all ranks; and a
-        state with copies of all other values.
+        First, a list with (name, key) of each tensor that is sharded like its parameter, in the same order on all
+        ranks. Second, {key: {name: value}} with all other values; tensors among them are copied to host memory.
 
     Raises:
         RuntimeError: the ranks have state for different parameters.

@@ -63,7 +63,8 @@ class ShardedBuffer:
         number: the number of this buffer in the order of creation, from 1. It is the same on every rank.
         local_ranges: for each parameter, which of its elements this rank's shard stores, and their position there.
         gradient: averages the gradients of the parameters over the ranks, and sets the `.grad` of local parameters.
-        update: the last asynchronous update of the shard by an optimizer.
+        update: the last update of the shard that an optimizer has started asynchronously. `update.wait()` must be
+            called before the shard is read or written; `gather` calls it.
         resident: if True, `reshard` keeps the full buffer, but only while all parameters are frozen. The value is the
             same on every rank.
     """
@@ -113,15 +114,18 @@ class ShardedBuffer:
     def route(
         self, source: torch.Tensor, target: ResizableStorage | None, cut: Sequence[tuple[int, int]] | None = None
     ) -> None:
-        """Choose what later all-gathers send and where they write the result. Called while the buffer is sharded.
+        """Choose what later all-gathers send and where they write the result.
+
+        Called when the memory is allocated, and again if the weights are then to be sent in another form. The buffer
+        must be sharded.
 
         Args:
             source: (n,) this rank's tensor to send, such as the shard, or a copy of it in another dtype.
             target: the memory for the result, n elements of each rank; None if nothing needs to be gathered.
-            cut: the (start, stop) ranges of `source` that an all-gather must also copy to this rank's own part of
-                `target`, because this rank reads them there. All-gathers may leave out other ranges of `source`. None
-                chooses the ranges that belong to parameters that are divided between ranks. (If this rank stores a
-                parameter in full, it reads it in the shard.)
+            cut: the (start, stop) ranges of `source` that this rank will read in `target`, so that an all-gather must
+                copy them to this rank's own part of `target`. It may leave out the rest of `source` there. None chooses
+                the parameters that are divided between ranks: a parameter that this rank stores in full is read in the
+                shard itself.
         """
         self._source, self._target = source, target
         self._cut = self.layout.cut_ranges(self.rank) if cut is None else cut
@@ -193,7 +197,11 @@ class ShardedBuffer:
 
     @property
     def needs_collective(self) -> bool:
-        """Whether `gather`, if it were called now, might issue a collective. If False, it would issue none."""
+        """Whether `gather`, if it were called now, might issue a collective. If False, it would issue none.
+
+        If ranks may run different blocks (an uneven model), they must agree on the next collective before `gather`.
+        This property tells whether that is necessary.
+        """
         if self._alone or (self._state is not State.SHARDED and self._filled_version == self.shard._version):
             return False
         return self.storage.prepares or (self._target is not None and self._gather.is_collective(self._source))
@@ -201,8 +209,9 @@ class ShardedBuffer:
     def take_part(self) -> None:
         """Take part in an all-gather of this flat buffer that only other ranks need, and discard the result.
 
-        Collective: every rank must call either this or `gather`. If this rank's full buffer is filled already, it stays
-        so, and the result is received in temporary memory.
+        Called if other ranks enter a block that this rank does not enter now (an uneven model). Collective: every rank
+        must call either this or `gather`. If this rank's full buffer is filled already, it stays filled, and the result
+        is received in temporary memory.
         """
         if self._state is State.SHARDED or self._filled_version != self.shard._version:
             self.gather()
@@ -244,7 +253,10 @@ class ShardedBuffer:
         self.drop()
 
     def drop(self) -> None:
-        """Free the full buffer, even if it is resident (`is_resident`), in which case `reshard` would keep it."""
+        """Free the full buffer, even if it is resident (`is_resident`), in which case `reshard` would keep it.
+
+        Called by `reshard`, and before `route` changes what all-gathers send.
+        """
         if self._ticket is not None:  # the all-gather may still write to the memory, because `wait` was not called
             self._ticket.wait()
             self._ticket = None
@@ -276,10 +288,11 @@ class ShardedBuffer:
 
     @contextmanager
     def unsharded(self) -> Iterator[None]:
-        """Make the full parameters readable inside the context. Collective: every rank must call it.
+        """Context manager inside which the full parameters are readable, for example to save or copy them.
 
-        At the end, the buffer is resharded, unless it was unsharded before the context. In both cases, the current
-        stream then waits until no rank reads another rank's shard any more, so that shards may be written.
+        Collective: every rank must call it. At the end, the buffer is resharded, unless it was unsharded before the
+        context. In both cases, the current stream then waits until no rank reads another rank's shard any more, so that
+        shards may be written.
         """
         try:
             with self.storage.full_values():
@@ -290,8 +303,9 @@ class ShardedBuffer:
     def prepare_write(self) -> None:
         """Make the current stream wait until no other rank reads this rank's shard, so that it may be written.
 
-        Collective: every rank must call it. An optimizer's step need not call it, because every backward ends with this
-        wait.
+        Called before other code than an optimizer writes the shard, for example when a checkpoint is loaded. An
+        optimizer's step need not call it, because every backward ends with this wait. Collective: every rank must call
+        it.
         """
         self._gather.wait_for_readers()
 
@@ -322,15 +336,16 @@ class ShardedBuffer:
     def check_unwritten(self, copies: Sequence[torch.nn.Parameter] = ()) -> None:
         """Raise RuntimeError if a forward cast a full parameter to another dtype or wrote to it in place.
 
-        A write would be lost when the buffer is resharded, or would remain only on the rank whose shard contains the
-        whole parameter. Writes are allowed if the shard is the full buffer (with one rank, unless the parameters are
+        Called at the end of each forward that has read the parameters, before the full buffer may be freed. A write
+        would be lost when the buffer is resharded, or would remain only on the rank whose shard contains the whole
+        parameter. Writes are allowed if the shard is the full buffer (with one rank, unless the parameters are
         quantized). A cast is undone before the error is raised.
 
         Args:
-            copies: further Parameters, to which a forward has written in place, so that this method raises. Outside
-                blocks, each module that reads a parameter has its own Parameter. It shares memory with the one in
-                `full_params`, which this method checks itself, but has its own version counter, which the caller has
-                checked.
+            copies: Parameters other than those in `full_params` to which the caller knows that the forward has written
+                in place. If there is any, this method raises, unless writes are allowed. Outside blocks, each module
+                that reads a parameter has a Parameter of its own. It shares its memory with the one in `full_params`,
+                but has its own version counter, which the caller reads.
         """
         dtype, written = self.shard.dtype, [*copies]
         for full in self.full_params:

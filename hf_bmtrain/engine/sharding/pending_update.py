@@ -41,7 +41,7 @@ class PendingUpdate:
         Args:
             ticket: a handle whose `wait` makes the current stream wait until the shard is written. Because it replaces
                 the ticket of an earlier update, it must not complete before that update does.
-            gradients: the tensors that the update reads.
+            gradients: the tensors that the update reads. They are kept in memory until `wait` is called.
         """
         # References to the gradients are enough, copies are not needed: the next backward overwrites the gradients only
         # after the update has read them, because the forward before this backward waits for the update.
@@ -57,7 +57,10 @@ class PendingUpdate:
         self._gather.announce(shard, self.ticket)
 
     def wait(self) -> None:
-        """Make the current stream wait for the optimizer's update of the shard, if one is pending."""
+        """Make the current stream wait for the optimizer's update of the shard, if one is pending.
+
+        Call it before the current stream reads or writes the shard. More calls have no effect until the next `begin`.
+        """
         if self.ticket is not None:
             self.ticket.wait()
             self.ticket, self._gradients = None, ()

@@ -37,7 +37,10 @@ class StateDict(OrderedDict):
         return self.copies[source]
 
     def on_cpu(self) -> OrderedDict:
-        """Return the entries as copies on the CPU, in a plain OrderedDict. Tied entries share one copy."""
+        """Return the entries as copies on the CPU, in a plain OrderedDict. Tied entries share one copy.
+
+        Called once, when the state dict is complete.
+        """
         made = {id(copy) for copy in self.copies.values()}
         for key, value in self.items():
             if isinstance(value, torch.Tensor) and id(value) not in made:
@@ -52,14 +55,15 @@ class StateDict(OrderedDict):
 
 
 def copy_full_params(destination, slots: Sequence[Slot], collect) -> None:
-    """Call `collect`, which fills a state dict, while modules have full parameters, and copy these to the CPU.
+    """Fill a state dict with full tensors, as copies on the CPU. `state_dict` of a sharded module calls this function.
 
-    Afterwards the state dict contains the copies instead of the full parameters, and the modules have local parameters
-    again. Collective: every rank must call it.
+    First the flat buffers are all-gathered, and the modules get full parameters. Next `collect` puts these parameters
+    into the state dict, where they are then replaced by copies on the CPU. At the end, the modules have local
+    parameters again. Collective: every rank must call it.
 
     Args:
-        destination: the state dict: a StateDict, or another dict, for example if `state_dict` was called on a module
-            that is not sharded but contains sharded modules.
+        destination: the state dict that `collect` fills: a StateDict, or another dict, for example if `state_dict` was
+            called on a module that is not sharded but contains sharded modules.
         slots: the entries of modules' `_parameters` that are set to the sharded parameters to save.
         collect: a function without arguments that puts the parameters that the modules contain into `destination`.
     """
@@ -83,9 +87,11 @@ def copy_full_params(destination, slots: Sequence[Slot], collect) -> None:
 def gather_state_dict(model: torch.nn.Module, keep: bool) -> OrderedDict:
     """Return a copy of the full state dict of `model` on the CPU, in which tied weights share memory.
 
-    Collective: every rank must call it.
+    Called before full weights are written to a file, usually by rank 0 only, as in `bmt.save`. Collective: every rank
+    must call it.
 
-    keep: whether this rank keeps the values. If not, it takes part in the collectives, but its tensors are empty.
+    keep: whether this rank keeps the values. If not, it takes part in the collectives, but the tensors in the state
+        dict that it returns are empty.
     """
     destination = StateDict(keep)
     # Call the method of the class, because hf/staging.py may have replaced that of the instance.
@@ -160,8 +166,8 @@ def shard_on_load(
 def follow_state_dicts(layer: torch.nn.Module, slots: Iterable[Slot]) -> None:
     """Register hooks on modules with sharded parameters, so that they save full tensors, and load from full tensors.
 
-    `state_dict()` of such a module then returns full tensors. `load_state_dict` takes full tensors, of which each rank
-    copies its own elements.
+    Called when `layer` becomes a block, and when parameters were added to the block. `state_dict()` of such a module
+    then returns full tensors. `load_state_dict` takes full tensors, of which each rank copies its own elements.
 
     Args:
         layer: a module. It and all modules inside it get the hooks.

@@ -54,8 +54,8 @@ class Storage:
             and what the user can do instead.
         full: the memory of the full parameters in their own dtype; None if the shard is the full buffer.
         is_part: whether the full parameters are parts of tensors that tensor parallelism splits (see `whole_shape`).
-        kind: the StorageKind of full copies of the parameters (for example, in a deep copy of the model) when these
-            copies are sharded. None: their StorageKind is chosen as for parameters that were never sharded.
+        kind: the StorageKind to use if full copies of the parameters, such as those in a deep copy of the model, are
+            sharded again. None chooses one for each copy as for a new parameter.
     """
 
     _buffer: weakref.ref[ShardedBuffer]
@@ -177,9 +177,9 @@ class Storage:
         If `prepares` is True, each `ShardedBuffer.gather` and `take_part` calls it, even if no all-gather follows
         because the full parameters are up to date. By default, it does nothing.
 
-        An override may issue collectives only in its first call, and in a call after a change of the shard (compare the
-        shard's version counter). Only then is it certain that every rank makes the call, because every rank must
-        all-gather the new values.
+        An override may issue collectives only in its first call, and in the first call after each change of the shard
+        (compare the shard's version counter). Every rank makes these calls, because all ranks must then all-gather the
+        new values. At other times, some ranks may call it while others do not.
         """
 
     def after_gather(self) -> None:
@@ -192,8 +192,9 @@ class Storage:
     def reshard(self) -> None:
         """Free the memory that the last all-gather has filled, and the memory of the full parameters.
 
-        An override must also work if `after_gather` was not called since that all-gather. The call is left out if the
-        result is discarded, for example because only other ranks need it (`ShardedBuffer.take_part`).
+        Called when the flat buffer is resharded. An override must also work if `after_gather` was not called since that
+        all-gather: `after_gather` is left out if the result of the all-gather is discarded, for example because only
+        other ranks need it (`ShardedBuffer.take_part`).
         """
         if self.full is not None:
             self.full.free()
@@ -216,9 +217,12 @@ class Storage:
                 buffer.reshard()
 
     def holds(self, tensor: torch.Tensor) -> bool:
-        """Return whether `tensor` is a view of a full parameter, and so must not be used after resharding.
+        """Return whether `tensor` is a view of a full parameter, whose memory resharding may free.
 
-        False if the shard is the full buffer, because nothing is freed then. The result is the same on every rank.
+        Used to find such views among the outputs of a forward, which are then copied, and among the tensors that
+        autograd saves, which are all-gathered again in backward. False if the shard is the full buffer, because nothing
+        is freed then. The result is the same on every rank: it is True even on a rank whose shard contains the whole
+        parameter, where the view remains valid.
         """
         return self.full is not None and shares_storage(tensor, self.full.tensor, self.buffer.shard)
 
@@ -232,7 +236,8 @@ class Storage:
     def whole(self, index: int, full: torch.Tensor) -> torch.Tensor:
         """Join the parts of a tensor that tensor parallelism splits. Without tensor parallelism, return `full` itself.
 
-        Collective: every rank must call it.
+        Called for state dicts of the model and the optimizer, which contain whole tensors. Collective: every rank must
+        call it.
 
         index: the index of the parameter in the flat buffer.
         full: this rank's part, a tensor of the full parameter's shape, such as the full parameter or its optimizer
@@ -243,8 +248,13 @@ class Storage:
     def own(self, index: int, whole: torch.Tensor) -> torch.Tensor:
         """Return this rank's part of `whole` if tensor parallelism splits parameter `index`, else `whole` itself.
 
-        Not collective. This is the inverse of the method `whole`. A subclass that splits raises ValueError if `whole`
-        does not have the shape `whole_shape(index)`.
+        Called when a tensor of the shape before the split is loaded, for example from a state dict. Not collective.
+        This is the inverse of the method `whole`.
+
+        Args:
+            index: the index of the parameter in the flat buffer.
+            whole: a tensor of the shape `whole_shape(index)`. In a subclass that splits, any other shape raises
+                ValueError.
         """
         return whole
 
@@ -299,6 +309,9 @@ class StorageKind:
 
     def share(self, world: World, reduction: Reduction) -> tuple[World, Reduction]:
         """Choose how flat buffers of this storage kind are sharded: over which ranks, and how gradients are averaged.
+
+        Called before each flat buffer of this kind is created. For example, a subclass for tensors that tensor
+        parallelism splits shards each part over the ranks that have this part.
 
         Args:
             world: all ranks.

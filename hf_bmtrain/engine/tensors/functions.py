@@ -75,8 +75,9 @@ to exclude vectors from weight decay."""
 
 
 def name_of(function: Any) -> str:
-    """Return the name under which the tables of this module list `function`.
+    """Return the name of a torch function in the tables of this module, such as ELEMENT_WISE and SHAPES.
 
+    Used to look up in these tables how the function acts on sharded tensors. The variants of a function have one name.
     For example, it is "add" for `torch.add`, `__add__` and `_foreach_add`.
     """
     name = getattr(function, "__name__", "")
@@ -115,7 +116,10 @@ METADATA = frozenset(
 
 
 def find_tensors(values: Any) -> Iterator[torch.Tensor]:
-    """Yield all tensors in `values`, which may be nested tuples, lists and dicts."""
+    """Yield all tensors in `values`, a tuple, list or dict of values, which may be such containers themselves.
+
+    Used to find sharded tensors among the arguments of a function.
+    """
     for value in values.values() if isinstance(values, dict) else values:
         if isinstance(value, torch.Tensor):
             yield value
@@ -125,6 +129,8 @@ def find_tensors(values: Any) -> Iterator[torch.Tensor]:
 
 def replace_tensors(function: Callable[[Any], Any], values: Any) -> Any:
     """Return a copy of nested tuples, lists and dicts in which each tensor and NumPy array is replaced.
+
+    Used to call a function with this rank's elements, or with full copies, in place of sharded tensors.
 
     Args:
         function: called with each tensor or array, and returns its replacement.

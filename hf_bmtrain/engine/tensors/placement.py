@@ -46,6 +46,8 @@ class Placement:
     def matches(self, other: Placement) -> bool:
         """Return whether this placement and `other` have the same shape and assign the same elements to each rank.
 
+        If so, an element-wise function of the two tensors can compute each rank's elements without communication.
+
         The result is the same on every rank.
         """
         if self is other:

@@ -36,9 +36,12 @@ _OWN_SHARDING = ("FSDP", "DEEPSPEED", "MEGATRON_LM")
 def check_accelerator(state: Any, size: int) -> None:
     """Raise RuntimeError if the Accelerator shards models itself, or if its number of ranks is not `size`.
 
+    Called before each training forward, when a Trainer begins to use a sharded model, and before sharded checkpoints of
+    an Accelerator are saved or loaded. With another number of ranks, every rank would train on the same rows.
+
     Args:
-        state: the AcceleratorState.
-        size: the number of ranks of this package.
+        state: the AcceleratorState, which contains the settings of this process's Accelerator.
+        size: the number of ranks in the world.
     """
     kind = getattr(state.distributed_type, "value", str(state.distributed_type))
     if kind in _OWN_SHARDING:
@@ -62,7 +65,8 @@ def check_accelerator(state: Any, size: int) -> None:
 def check_trainer(model: torch.nn.Module, size: int) -> None:
     """Raise RuntimeError if a Trainer that never had this package's BMTrainCallback trains `model` on several ranks.
 
-    Called before each training forward. If a Trainer has called the model, the Trainer is found on the call stack.
+    Without this callback, the Trainer would scale some losses by the number of ranks, and would hang when rank 0 saves
+    alone. Called before each training forward. The call stack shows whether a Trainer has called the model.
 
     Args:
         model: the sharded model.
@@ -181,13 +185,14 @@ def ranks_per_row(model: Any) -> int:
 
 
 def share_batches(model: torch.nn.Module, world: World) -> None:
-    """Make Accelerate's data loaders give the same batches to all ranks that share rows.
+    """Make Accelerate's data loaders give the same batches to all ranks of a group that shares rows (sequences).
 
-    This applies to the data loaders that Accelerate prepares afterwards. `Accelerator.gather_for_metrics` then returns
-    each row once. Nothing changes if no Accelerator has been created.
+    Called when a model whose ranks share rows is wrapped, and when a Trainer begins to use it. Data loaders that
+    Accelerate has already prepared do not change. `Accelerator.gather_for_metrics` is also changed: it returns each
+    row once, and not once for each rank of the group. If no Accelerator has been created, this function does nothing.
 
     Args:
-        model: the model for which `share_rows` was called. Its groups are those that get the same batches.
+        model: the model. `share_rows` must have been called for it, because that call sets the size of the groups.
         world: the world of all ranks.
     """
     if world.accelerator is None:

@@ -36,7 +36,8 @@ class Experts(Extension):
     """Gives the mixtures of experts in a model's blocks (transformer layers) a faster forward and backward in training.
 
     Extensions are objects whose methods `auto_wrap` calls while it wraps a model. This one is used for every model, and
-    needs no option. It changes no model without mixtures of experts, and no mixture of experts outside blocks.
+    needs no option. It changes no model without mixtures of experts, and no mixture of experts outside blocks. The
+    faster code runs only with `experts_implementation="grouped_mm"`.
     """
 
     def connect(self, plan: WrapPlan) -> None:

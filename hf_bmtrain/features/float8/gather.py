@@ -46,11 +46,13 @@ def choose_gathered(model: torch.nn.Module, layers: Iterable[torch.nn.Module], w
 def link_layers(layers: Iterable[torch.nn.Module]) -> None:
     """Set `storage` and `index` in each layer's `float8_state`, by which the layer finds its all-gathered weight.
 
+    `auto_wrap` calls this once, after the layers were sharded, because their storages do not exist before.
+
     `storage` is the Float8Storage that contains the layer's sharded weight, and `index` the weight's index in it. A
     layer whose weight is never all-gathered in float8 has no Float8Storage, and is skipped.
 
     Args:
-        layers: the float8 layers, after they were sharded.
+        layers: the float8 layers.
     """
     for layer in layers:
         sharded: Any = layer._parameters.get("weight")
@@ -61,15 +63,18 @@ def link_layers(layers: Iterable[torch.nn.Module]) -> None:
 
 
 def gather_float8(world: World, states: Mapping[str, Float8State]) -> None:
-    """All-gather the weights of float8 layers in float8 from now on, and log how many flat buffers are sent like this.
+    """Switch the all-gathers of the weights of float8 layers to float8, and log for how many flat buffers this is done.
 
-    Collective: every rank must call it. A flat buffer contains the weights that are all-gathered together, usually
-    those of one block. A buffer is still all-gathered in its own dtype if `reason` is set in the state of one of its
-    layers, for example because the layer has stopped using float8.
+    Called when the ranks have decided which layers keep float8: after the first step has measured the rounding noise,
+    or when a checkpoint's decision is loaded. Collective: every rank must call it.
+
+    A flat buffer contains the weights that are all-gathered together, usually those of one block. A buffer is still
+    all-gathered in its own dtype if any of its layers has `reason` set in its Float8State, for example because the
+    layer has stopped using float8.
 
     Args:
         world: the ranks over which the layers are sharded.
-        states: the states of all float8 layers, by path, in the same order on every rank.
+        states: {path of a layer in the model: its Float8State} for all float8 layers, in the same order on every rank.
     """
     layers: dict[Float8Storage, list[str]] = {}
     for path, state in states.items():

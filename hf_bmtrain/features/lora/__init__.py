@@ -28,10 +28,13 @@ _log = logging.getLogger("hf_bmtrain")
 class Lora(Extension):
     """The part of `auto_wrap` for PEFT's adapters. It has no option, and changes only models that have adapters.
 
-    In blocks (transformer layers), LoRA layers get a faster forward. Adapters on stacks of experts (3-D weights) are
-    computed there as products of their own, instead of being added to the weights. In the whole model, adapters on
-    parameters (`target_parameters`) are made to work with sharded parameters, and adapters share no flat buffer
-    (parameters that are sharded together) with other parameters.
+    In blocks (transformer layers), LoRA layers get a faster forward. For adapters on experts that are stacked in one
+    3-D weight, the products with the adapter's matrices are computed separately, whereas PEFT adds the product of
+    these matrices to the weight.
+
+    In the whole model, inside and outside blocks, PEFT's own forward of adapters on parameters (`target_parameters`) is
+    changed so that the parameters may be sharded. Adapters share no flat buffer (parameters that are sharded together)
+    with other parameters.
     """
 
     def separate(self, plan: WrapPlan) -> set[int]:

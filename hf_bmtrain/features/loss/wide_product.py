@@ -9,7 +9,11 @@ log = logging.getLogger(__name__)
 
 
 def add_product(total: torch.Tensor | None, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """Add a @ b to `total` in place, without rounding to the dtype of `a` if the device can, and return `total`.
+    """Add the matrix product a @ b to `total` in place, and return `total`.
+
+    linear_cross_entropy computes the gradient of its weight with it, as a sum of products over chunks of tokens. Each
+    product is added in float32. Only GPUs or torch versions that cannot multiply half-precision matrices with a float32
+    result first round the product to the dtype of `a`.
 
     Args:
         total: (M, N) float32, or None to return the product as a new tensor.

@@ -73,8 +73,8 @@ class MemoryPlanner(Observer):
     def resident_bytes(self) -> int:
         """The total size of the buffers that keep_frozen="auto" keeps unsharded between steps, in bytes.
 
-        Plans leave this memory to the buffers. It includes buffers that were chosen but not all-gathered yet, unlike
-        `gathered_bytes`.
+        A new plan subtracts this size from the free memory, so that it does not use the memory of these buffers for
+        something else. The size includes buffers that were chosen but not all-gathered yet, unlike `gathered_bytes`.
         """
         return sum(plan.nbytes for plan in self.residents.values())
 
@@ -89,11 +89,12 @@ class MemoryPlanner(Observer):
     def policy(self, block: Block) -> AutoCheckpoint:
         """Return the recomputation policy of a block with use_checkpoint="auto", which follows the plan `activations`.
 
-        The plan may be left over from a model that was deleted since. So if all blocks that were measured for it have
-        been deleted on any rank, all ranks first replace it by a new, empty plan. Collective: every rank must call it,
-        because a rank may still hold a model that others have deleted.
+        Called once for each such block, when `auto_wrap` creates the block. The present plan may be left over from a
+        model that was deleted since. So if all blocks that were measured for the plan have been deleted on any rank,
+        all ranks first replace the plan by a new, empty one. Collective: every rank must call this method, because one
+        rank may still hold a model that others have deleted.
 
-        block: the block's state.
+        block: the BlockState of the block, the object that runs its forward and backward.
         """
         self._has_policies = True
         if self.world.control.any(self.activations.outlived, "a new block with use_checkpoint='auto'"):
@@ -139,13 +140,14 @@ def planner_of(world: World) -> MemoryPlanner | None:
 def choose_recompute(use_checkpoint: UseCheckpoint, block: Block, world: World) -> Recompute:
     """Return the recomputation policy that `use_checkpoint` selects for `block`.
 
-    In each training forward, the block asks this policy whether to recompute the forward in backward.
+    Called when `auto_wrap` creates the block. In each training forward, the block asks the policy whether to recompute
+    this forward in backward. With "auto" on a GPU, this function is collective: every rank must call it.
 
     Args:
         use_checkpoint: the argument of `auto_wrap`. True recomputes the block in backward, False does not, and
             "attention" recomputes everything except attention. "auto" decides from the measured memory; on the CPU it
             is the same as False.
-        block: the block's state, which the policy needs for "auto".
+        block: the BlockState of the block, the object that runs its forward and backward. Only used for "auto".
         world: the world whose device runs the block.
 
     Raises:

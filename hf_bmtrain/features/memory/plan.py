@@ -10,14 +10,17 @@ _GIB = 2**30
 
 @dataclass(frozen=True)
 class Sizes:
-    """The sizes in bytes of what each block, in execution order, can keep in memory until backward.
+    """The sizes in bytes of what blocks can keep in memory until backward, from which `make_plan` makes a Plan.
+
+    The first three attributes are lists with one size for each block, in execution order.
 
     Attributes:
-        activations: all activations of the block.
-        attention: the outputs of attention, a part of the activations. 0 if they cannot be kept by themselves.
-        parameters: the full parameters. 0 if the plan must not choose the block to stay unsharded until backward.
-        attention_first: whether keeping only the outputs of attention saves more time per byte than keeping all
-            activations.
+        activations: all activations of each block.
+        attention: the outputs of attention, a part of the activations. 0 for a block that can keep them only
+            together with all its other activations.
+        parameters: the full parameters. 0 for a block that the plan must not keep unsharded until backward.
+        attention_first: whether, in general, keeping only the outputs of attention saves more time per byte than
+            keeping all activations. The plan then chooses the blocks that do so first.
     """
 
     activations: Sequence[int]
@@ -69,6 +72,9 @@ class Plan:
 
 def make_plan(sizes: Sizes, forward_room: int, backward_room: int) -> Plan:
     """Choose which blocks keep activations instead of being recomputed, and which stay unsharded until backward.
+
+    With use_checkpoint="auto", this is called after the first training steps, in which the sizes are measured, and
+    again when inputs become larger or less memory is free.
 
     One loop chooses the blocks that keep all activations. Another loop chooses the blocks that keep only the outputs of
     attention. The loop whose choice saves more time per byte runs first. Both begin with the last block, and skip

@@ -105,14 +105,14 @@ class _Call:
 def in_chunks(count: int, forward: Callable[[Tensor], Tensor], parameters: list[Tensor], tokens: Tensor) -> Tensor:
     """Compute `forward(tokens)` in `count` chunks of tokens, one after another, to save memory in forward and backward.
 
-    The backward recomputes each chunk, and computes its gradients before the next chunk. If no gradient is needed,
-    `forward` is called once for all tokens.
+    The backward recomputes each chunk, and computes its gradients before it recomputes the next chunk. Tokens are not
+    divided if `count` is 1 or no gradient is needed: `forward` is then called once, for all tokens.
 
     Args:
         count: the number of chunks. If there are fewer tokens, there is one chunk per token.
-        forward: the forward of a module.
-        parameters: the parameters of the module.
-        tokens: (..., tokens, features).
+        forward: the forward of a module, which takes and returns one tensor.
+        parameters: the parameters that `forward` reads. The backward computes gradients of those that require one.
+        tokens: the input of the module, (..., tokens, features).
 
     Returns:
         The output, (..., tokens, features of the output).

@@ -29,7 +29,7 @@ def delta_moments(states: Sequence[RunState], settings: Sequence[Hyper]) -> torc
 
     Args:
         states: the Adam state of each run (parameters that are updated together), at least one.
-        settings: the settings of each run's parameter group.
+        settings: for each run, in the same order, the settings of its parameter group, such as the learning rate.
 
     Returns:
         (2,) float64 on the weights' device: mean, variance.

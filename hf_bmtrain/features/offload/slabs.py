@@ -118,7 +118,7 @@ def cut(runs: Sequence[Run], places: dict[Run, Place], order: Sequence[int]) -> 
 
     Args:
         runs: the runs (parameters that are updated together).
-        places: the place of each run's state.
+        places: {run: the Place of its state}, as `allocate_slabs` returns it.
         order: the indices of the runs whose state is cut. The chunks are returned in this order.
 
     Returns:

@@ -174,8 +174,10 @@ class Format:
     ) -> Tensor:
         """Return the packed form of a tensor that is already quantized, from its 4-bit codes and scales.
 
+        Used for weights that bitsandbytes has quantized, because `pack`, which quantizes, could change their values.
+
         Args:
-            numel: the number of elements.
+            numel: the number of elements of the tensor.
             codes: uint8, two elements per byte, the first one in the upper half.
             scales: one per 64 elements: float32 or, if compressed, uint8. A compressed scale i represents the number
                 `dynamic_values[i] * factor + mean`.
@@ -261,7 +263,9 @@ QUANTIZE_FROZEN = tuple(name for name, form in FORMATS.items() if form.by_name)
 def dynamic_values(device: torch.device) -> Tensor:
     """Return the values of the 256 codes of a compressed scale: (256,) float32 on `device`, ascending.
 
-    A scale is the value of its code times the cell's factor, plus the tensor's mean.
+    A packed weight has one scale for every 64 elements. A compressed scale is stored as a code of 8 bits, the index of
+    one of these values. The scale is this value times a factor, plus a mean: the factor is stored once for the 256
+    scales of a cell, and the mean is that of all scales of the tensor.
 
     The values are 0, 1, and values in each of the seven decades below 1. Each decade is divided into equal parts, and
     contributes the midpoints of these parts and their negatives. The decade from 0.1 to 1 has 64 parts, the decade from

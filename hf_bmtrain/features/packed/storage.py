@@ -189,6 +189,8 @@ class PackedStorage(Storage):
     def unpacked(self, index: int) -> torch.Tensor:
         """Return this rank's elements of one parameter, unpacked into new memory: (n,).
 
+        Called when code reads the local parameter. (Forwards of blocks use the all-gathered, full parameter instead.)
+
         index: the index of the parameter in the flat buffer (the parameters that are sharded together).
         """
         local_range, nbytes, shard = self.buffer.local_ranges[index], self.form.cell_bytes, self.buffer.shard
@@ -246,7 +248,11 @@ class QuantizedParameter(DistributedParameter):
 
     @property
     def quant_state(self) -> NoReturn:
-        """Raises RuntimeError, because PEFT reads this attribute only to merge adapters into the quantized weight."""
+        """Reading it raises RuntimeError, which says that quantized weights cannot change.
+
+        bitsandbytes' parameters have an attribute of this name. PEFT reads it only to merge adapters into a quantized
+        weight, and the merged weight could not be stored here.
+        """
         raise written(self)
 
 
@@ -272,7 +278,10 @@ class UnpackedSlice(ShardTensor):
 
 
 def written(parameter: DistributedParameter | ShardTensor) -> RuntimeError:
-    """Create the RuntimeError that the caller raises because a quantized parameter was written."""
+    """Return a RuntimeError that says that a write to a quantized parameter would be lost. The caller raises it.
+
+    parameter: the quantized parameter, or its unpacked copy (`UnpackedSlice`), that was written.
+    """
     return RuntimeError(
         f"{_told(parameter)} was written, but its quantized values cannot change, so the write would be lost. Load or "
         "change weights before auto_wrap. To merge adapters, load the model without quantize_frozen or load_in_4bit."

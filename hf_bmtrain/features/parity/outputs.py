@@ -37,12 +37,15 @@ def watched_modules(model: torch.nn.Module) -> dict[str, torch.nn.Module]:
 
 @contextmanager
 def recorded(modules: dict[str, torch.nn.Module], schedule: Schedule) -> Iterator[Outputs]:
-    """Context manager inside which the outputs of `modules` are recorded in forwards, but not in recomputations.
+    """Context manager inside which the outputs of `modules` are recorded.
+
+    `check_parity` runs the model with sharded parameters in one such context, and with full parameters in another, and
+    compares the outputs. Calls of the modules are not recorded in forwards that only measure something, or that
+    recompute activations in backward.
 
     Args:
-        modules: the modules to record, by name.
-        schedule: the world's schedule. Its `repeats` is True in recomputations and trial forwards, which are not
-            recorded.
+        modules: {name: module}, the modules whose outputs are recorded.
+        schedule: the world's schedule. Its attribute `repeats` is True in the forwards that are not recorded.
 
     Yields:
         A dict to which each call of a module adds {(module name, label): copies, in host memory, of the floating-point

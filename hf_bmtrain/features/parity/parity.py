@@ -102,11 +102,14 @@ def _cells(each: Difference) -> tuple[str, ...]:
 
 
 def merge(ranks: Sequence[Sequence[Difference]]) -> tuple[Difference, ...]:
-    """Return each tensor's difference on the rank where it is largest relative to the allowed difference.
+    """Combine the differences that the ranks have found: return the largest difference of each compared tensor.
 
-    Raises RuntimeError if the ranks compared different tensors.
+    "Largest" means relative to the allowed difference. `check_parity` calls this on every rank, so that all ranks
+    return the same result. The differences are returned in the order in which `ranks` lists them.
 
-    ranks: the differences of each rank.
+    Raises RuntimeError if the ranks compared different tensors, or compared them in another order.
+
+    ranks: for each rank, in rank order, the list of its differences: one for each tensor that it compared.
     """
     names = [[f"the {each.kind} of {each.name or 'the model'}" for each in own] for own in ranks]
     for rank, own in enumerate(names):
@@ -128,6 +131,7 @@ def merge(ranks: Sequence[Sequence[Difference]]) -> tuple[Difference, ...]:
 def largest_difference(got: torch.Tensor, wanted: torch.Tensor) -> float:
     """Return max|got − wanted|, or inf if the shapes differ.
 
+    `check_parity` compares a tensor of the sharded step (`got`) with the same tensor of the plain step (`wanted`).
     Equal infinities, or two NaNs, have the difference 0; any other pair with an infinity or NaN has the difference inf.
     """
     if got.shape != wanted.shape:
@@ -142,7 +146,10 @@ def largest_difference(got: torch.Tensor, wanted: torch.Tensor) -> float:
 
 
 def largest_of(tensor: torch.Tensor) -> float:
-    """Return the largest finite magnitude in `tensor`, or 0 if it has no finite element."""
+    """Return the largest finite magnitude in `tensor`, or 0 if it has no finite element.
+
+    `check_parity` multiplies it by a relative tolerance to get the allowed difference.
+    """
     if not tensor.numel():
         return 0.0
     return tensor.detach().abs().nan_to_num_(0, 0, 0).max().item()

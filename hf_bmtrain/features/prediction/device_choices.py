@@ -17,7 +17,7 @@ _FLASH_WIDTH = 256
 
 @contextmanager
 def cuda_choices() -> Iterator[None]:
-    """Return a context in which dropout, softmax and attention of meta tensors allocate the same tensors as on CUDA.
+    """Context manager inside which dropout, softmax and attention of meta tensors allocate the same tensors as on CUDA.
 
     `predict_memory` simulates training in this context. Inside it, `torch.autocast("meta")` has no effect, and logs a
     warning once if it would enable autocast. Outside, `torch.autocast("meta")` raises an error, because torch has no

@@ -70,7 +70,10 @@ class _Memory:
 
 
 def on_meta(model: torch.nn.Module) -> torch.nn.Module:
-    """Return a copy of `model` whose parameters and buffers are on the meta device, without allocating real memory."""
+    """Return a copy of `model` whose parameters and buffers are on the meta device, without allocating real memory.
+
+    `predict_memory` simulates training with this copy, so that the user's model does not change.
+    """
     memo: dict[int, Any] = {}
     for parameter in model.parameters():
         memo[id(parameter)] = torch.nn.Parameter(torch.empty_like(parameter, device=META), parameter.requires_grad)
@@ -90,6 +93,8 @@ def simulate(
 ) -> Simulated:
     """Train `model` on the meta device for a few steps, as rank 0 of `ranks`, and record the memory.
 
+    `predict_memory` calls this to predict the GPU memory of real training.
+
     There are two steps, because only the second begins with the optimizer's state in memory. With use_checkpoint="auto"
     there are three, because training then measures the first step.
 
@@ -102,6 +107,10 @@ def simulate(
             choose what to keep in memory accordingly.
         micro_batches: the number of backwards per step.
         **options: passed to `auto_wrap`.
+
+    Returns:
+        A `Simulated`: all changes of the allocated memory, where the last step begins among them, and what the memory
+        is used for.
     """
     stage = ["wrap"]
     live = LiveBytes(lambda: _label(world, stage[0]))

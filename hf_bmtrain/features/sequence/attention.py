@@ -33,7 +33,7 @@ class Row:
     """The division of a forward's rows (sequences) among ranks. It is the attribute `ROW` of attention modules.
 
     Attributes:
-        parts: the division of the tokens among the ranks.
+        parts: says how many tokens a row has, and which of them each rank has.
         positions: the position ids of all tokens, or None if the block gets none. Flash attention uses them to
             distinguish packed documents.
     """
@@ -43,7 +43,11 @@ class Row:
 
 
 def is_attention(module: torch.nn.Module) -> bool:
-    """Return whether the forward of `module` uses transformers' attention interface (ALL_ATTENTION_FUNCTIONS)."""
+    """Return whether the forward of `module` uses transformers' attention interface (ALL_ATTENTION_FUNCTIONS).
+
+    Called to find the attention modules of a block. Sequence parallelism replaces the function that they call through
+    this interface.
+    """
     code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
     return code is not None and _INTERFACE in code.co_names
 
@@ -51,9 +55,13 @@ def is_attention(module: torch.nn.Module) -> bool:
 def register(inner: str) -> str:
     """Register the attention function for shared rows with transformers, and return the name that selects it.
 
-    A shared row is a sequence whose tokens are divided among several ranks.
+    A shared row is a sequence whose tokens are divided among several ranks. `auto_wrap` writes the returned name, such
+    as "sequence_of_sdpa", into the configuration of attention modules, which makes them call the registered function.
+    The registered function exchanges queries, keys and values, so that each rank has all tokens of some heads, and
+    calls the model's own attention function for these heads. A second call with the same `inner` only returns the name.
 
-    inner: the name of the model's own attention function, such as "sdpa", which is called for each rank's heads.
+    inner: the name of the model's own attention function, such as "sdpa". A name that `register` has returned is
+        returned unchanged.
     """
     if inner.startswith(_PREFIX):
         return inner

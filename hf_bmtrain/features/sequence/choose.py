@@ -82,14 +82,19 @@ def choose_blocks(model: torch.nn.Module, layers: Sequence[torch.nn.Module]) -> 
 
 
 def attentions_of(layer: torch.nn.Module) -> list[Any]:
-    """Return the modules in `layer` that call transformers' attention interface."""
+    """Return the modules in `layer` that call transformers' attention interface.
+
+    In these modules, each rank needs the tokens of other ranks, so sequence parallelism replaces the attention function
+    that they call.
+    """
     return [module for module in layer.modules() if is_attention(module)]
 
 
 def trunk_of(model: torch.nn.Module, layer: torch.nn.Module) -> torch.nn.Module:
     """Return the module whose forward calls the block `layer`.
 
-    This is the module with the ModuleList that contains the block. If there is no such list, it is `model`.
+    Sequence parallelism registers a hook on this module, to process its output after the last block. The result is the
+    module with the ModuleList that contains the block, or `model` if there is no such list.
 
     Args:
         model: the model.

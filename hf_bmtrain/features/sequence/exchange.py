@@ -25,10 +25,11 @@ Division = Sequence[Sequence[range]]
 def heads_from_rows(parts: Parts, heads: Division, *tensors: Tensor) -> tuple[Tensor, ...]:
     """Exchange this rank's tokens of all heads for all tokens of this rank's heads, in one all-to-all.
 
-    Collective: every rank of the group that shares the rows must call it.
+    Called before attention, for queries, keys and values, so that each rank can compute the attention of its heads over
+    complete rows (sequences). Collective: every rank of the group whose ranks share the rows must call it.
 
     Args:
-        parts: the division of the tokens of a row (sequence).
+        parts: the division of the tokens of a row among the ranks of the group.
         heads: for each tensor, the range of attention heads of each rank. Several ranks may have the same head, for
             example if there are fewer key-value heads than ranks.
         *tensors: (this rank's tokens, rows, all heads, d), of one dtype. The head size d may differ between them.
@@ -42,11 +43,12 @@ def heads_from_rows(parts: Parts, heads: Division, *tensors: Tensor) -> tuple[Te
 def rows_from_heads(parts: Parts, heads: Sequence[range], tensor: Tensor) -> Tensor:
     """Exchange all tokens of this rank's heads for this rank's tokens of all heads, in one all-to-all.
 
-    Collective: every rank of the group that shares the rows must call it.
+    Called after attention, for its output, of which each rank has computed some heads over complete rows (sequences).
+    Collective: every rank of the group whose ranks share the rows must call it.
 
     Args:
-        parts: the division of the tokens of a row (sequence).
-        heads: the range of attention heads of each rank; no two ranks have the same head.
+        parts: the division of the tokens of a row among the ranks of the group.
+        heads: for each rank of the group, the range of its attention heads; no two ranks have the same head.
         tensor: (all tokens, rows, this rank's heads, d), where d is the size of a head.
 
     Returns:

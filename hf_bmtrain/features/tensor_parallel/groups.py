@@ -98,6 +98,9 @@ class SameRows(StorageKind):
     `tp_mode`, an argument of DistributedParameter, says that all ranks of a tensor-parallel group use the parameter for
     the same rows of the batch. These parameters are sharded over all ranks, and their gradients are averaged over all
     ranks.
+
+    Attributes:
+        groups: the tensor-parallel groups. Its `mean` is the reduction that averages the gradients.
     """
 
     groups: Groups
@@ -113,8 +116,12 @@ class SameRows(StorageKind):
 class Part(StorageKind):
     """The StorageKind (how to shard) of parts of tensors that are split over the ranks of a tensor-parallel group.
 
-    The tensors are split on dimension `dim`. Each part is sharded over the ranks that have the same part, one in each
-    group, and its gradient is averaged over these ranks.
+    Each part is sharded over the ranks that have the same part, one in each group, and its gradient is averaged over
+    these ranks.
+
+    Attributes:
+        groups: the tensor-parallel groups.
+        dim: the dimension on which the tensors are split.
     """
 
     groups: Groups

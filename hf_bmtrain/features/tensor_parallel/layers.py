@@ -102,7 +102,10 @@ class OpParallelLinear:
 
 
 def parts() -> int:
-    """Return the number of ranks over which weights are split: `tp_size`, or 1 without tensor parallelism."""
+    """Return the number of ranks over which the layers of this file split their weights.
+
+    This is the `tp_size` that was given to `init_distributed`, or 1 without tensor parallelism.
+    """
     grid = current_world().grid
     return 1 if grid is None else grid.size
 

@@ -292,11 +292,13 @@ def find(path: Path, without: tuple[str, ...] = ()) -> tuple[list[Found], list[t
 
     Args:
         path: a folder of checkpoints, or one checkpoint.
-        without: beginnings of file names, such as "model". Safetensors files with such names, and their indices, are
-            not checked, and the returned manifests do not list them.
+        without: beginnings of file names, such as "model". Safetensors files whose names begin like this, and the index
+            files that belong to them (`.safetensors.index.json`), are not checked, and the returned manifests do not
+            list them.
 
     Returns:
-        The intact checkpoints, newest first, and the damaged checkpoints, as (folder, description of the damage).
+        A tuple of two lists: the intact checkpoints, newest first; and, for each damaged checkpoint, a pair (folder,
+        description of the damage).
     """
     found: list[Found] = []
     damaged: list[tuple[Path, str]] = []

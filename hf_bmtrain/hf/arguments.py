@@ -27,7 +27,10 @@ issued."""
 
 
 def check_versions() -> None:
-    """Raise RuntimeError if the installed accelerate would wrap a sharded model in DistributedDataParallel."""
+    """Raise RuntimeError if the installed accelerate would wrap a sharded model in DistributedDataParallel.
+
+    Called when `hf_bmtrain.hf` is imported. The error asks the user to install accelerate 1.14 or later.
+    """
     installed = importlib.metadata.version("accelerate")
     numbers = tuple(int(number) for number in re.findall(r"\d+", installed)[:2])
     if numbers < _OLDEST_ACCELERATE:
@@ -38,7 +41,12 @@ def check_versions() -> None:
 
 
 def check_model(model: Any) -> None:
-    """Raise RuntimeError if a parameter of `model` is not sharded."""
+    """Raise RuntimeError if a parameter of `model` is not sharded. The user must call `auto_wrap` before Trainer.
+
+    BMTrainCallback calls this when the trainer is constructed, and again when training begins.
+
+    model: the model that the trainer trains.
+    """
     parameters = list(model.parameters())
     sharded = sum(isinstance(parameter, DistributedParameter) for parameter in parameters)
     if sharded < len(parameters):
@@ -95,15 +103,20 @@ def check_arguments(args: TrainingArguments, model: torch.nn.Module) -> None:
 
 
 def agree_on_arguments(args: TrainingArguments) -> None:
-    """Raise RuntimeError if an argument that must be the same on all ranks differs between them.
+    """Raise RuntimeError if an argument of Trainer that must be the same on all ranks differs between them.
 
-    Collective: every rank must call it.
+    BMTrainCallback calls this when training begins. Checked are the arguments that determine the updates, the batches,
+    and when collectives are issued, such as `max_steps`. Collective: every rank must call it.
     """
     current_world().check_same_on_all_ranks("Trainer.train", {name: getattr(args, name, None) for name in _EQUAL})
 
 
 def check_optimizer(optimizer: torch.optim.Optimizer) -> None:
-    """Raise RuntimeError if all parameters of `optimizer` are frozen parameters of a sharded model."""
+    """Raise RuntimeError if all parameters of `optimizer` are frozen parameters of a sharded model.
+
+    Nothing would be trained then. Usually, adapters were added to the model after the optimizer had been created.
+    BMTrainCallback calls this when training begins.
+    """
     held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     if held and all(isinstance(p, DistributedParameter) and not p.requires_grad for p in held):
         raise RuntimeError(
@@ -115,7 +128,11 @@ def check_optimizer(optimizer: torch.optim.Optimizer) -> None:
 
 
 def warn_of_missing_masters(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Log a warning if the optimizer updates half-precision weights without float32 master copies."""
+    """Log a warning if the optimizer updates half-precision weights without float32 master copies.
+
+    Rounding would lose small updates. Only the optimizers of hf_bmtrain have master copies, so the warning is logged
+    for any other class. BMTrainCallback calls this when training begins.
+    """
     dtypes = {parameter.dtype for parameter in model.parameters() if parameter.requires_grad}
     if dtypes & {torch.float16, torch.bfloat16} and type(optimizer).__module__.split(".")[0] != "hf_bmtrain":
         _log.warning(

@@ -25,7 +25,7 @@ def read_config(path: str | os.PathLike) -> Any:
 
 
 def meta_model(config: Any, dtype: torch.dtype, lora: int = 0, fused: bool = False) -> torch.nn.Module:
-    """Create the model of `config` on the meta device, in training mode.
+    """Create the model of `config` on the meta device, in training mode, to predict the memory of its training.
 
     Args:
         config: the configuration. Its first entry in `architectures` is the model's class; without one, the class for
@@ -71,15 +71,17 @@ def _with_adapters(model: Any, rank: int) -> Any:
 
 
 def text_batch(model: Any, config: Any, rows: int, length: int) -> dict[str, torch.Tensor]:
-    """Return a batch of token sequences on the meta device: input_ids and labels, int64 (rows, length).
-
-    For models with one label per sequence, the labels have shape (rows,).
+    """Return a batch of token sequences on the meta device, with which the memory of a training step is predicted.
 
     Args:
         model: the model that will get the batch.
         config: the configuration of the model.
         rows: the number of sequences.
         length: the number of tokens of each sequence.
+
+    Returns:
+        The keyword arguments of the model: {"input_ids": int64 (rows, length), "labels": int64 (rows, length)}. For
+        models with one label per sequence, the labels have shape (rows,).
 
     Raises:
         ValueError: the model does not take tokens, or `length` exceeds its maximum number of positions.

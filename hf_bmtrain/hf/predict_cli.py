@@ -49,7 +49,10 @@ def main(given: argparse.Namespace) -> None:
 
 
 def total(given: argparse.Namespace) -> int:
-    """Return the size of one GPU's memory in bytes. The option `--memory` gives it in GiB."""
+    """Return the size of one GPU's memory in bytes.
+
+    given: the options of the command line. `--memory` is the size in GiB, 80 by default.
+    """
     return int(given.memory * 2**30)
 
 
@@ -69,12 +72,17 @@ def peak(given: argparse.Namespace, config: Any, rows: int) -> int:
 
 
 def predicted(given: argparse.Namespace, config: Any, rows: int) -> Prediction:
-    """Predict the memory of a step.
+    """Return the predicted memory of a step, by purpose, with the given options.
+
+    An option that is "auto" is decided as in training. (In `peak`, it takes the value that needs the least memory.)
 
     Args:
         given: the options of the command line.
         config: the configuration of the model.
         rows: the number of sequences per GPU.
+
+    Raises:
+        ValueError: the options cannot be combined.
     """
     model = meta_model(config, DTYPES[given.dtype], given.lora, given.head == "fused")
     make_optimizer = _OPTIMIZERS.get(given.optimizer, lambda parameters: MuonOptimizer(model))

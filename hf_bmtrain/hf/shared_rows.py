@@ -35,9 +35,11 @@ class _SharedRows(ParallelismConfig):
 def follow_shared_rows(model: Any, args: Any) -> None:
     """Make Trainer give the same batches to ranks that share rows, and count their samples and tokens once.
 
-    Several ranks share rows with `sequence_parallel`, where each computes a part of every sequence, and with `tp_size`,
-    where each has a part of the layers' weights. If the ranks do not share the rows of this model, undo what an earlier
-    call changed for another model.
+    Called when a Trainer with the model is created, or when its training begins.
+
+    Ranks share a row (a sequence) if they compute it together. With `sequence_parallel`, each of them computes a part
+    of the sequence. With `tp_size`, each of them has a part of the layers' weights. If no ranks share rows with this
+    model, settings of Accelerate that an earlier call has changed for another model are restored.
 
     Args:
         model: the sharded model.
@@ -81,10 +83,16 @@ def follow_shared_rows(model: Any, args: Any) -> None:
 
 
 def count_rows_once(trainer: Trainer) -> None:
-    """Make `trainer` gather and count each row once, although several ranks share it.
+    """Make `trainer` gather and count each row (sequence) once, although several ranks compute the row together.
+
+    Ranks do so with `tp_size` or `sequence_parallel`. Called when the trainer is created, and again when training
+    begins.
 
     In evaluations, `Accelerator.gather_for_metrics` returns each row once. In training, `num_input_tokens_seen` and
     `total_flos`, which Trainer adds up over all ranks, are divided by the number of ranks that share a row.
+
+    Args:
+        trainer: the Trainer. Its methods are replaced.
     """
     size = ranks_per_row(trainer.model)
     # TRL's SFTTrainer divides numbers of gathered tokens by `_tp_size`, but shared rows are gathered only once.

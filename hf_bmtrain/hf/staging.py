@@ -42,10 +42,14 @@ class StagedWeights:
 
     @staticmethod
     def of(model: Any) -> StagedWeights | None:
-        """Return the StagedWeights of `model`, or None if there is none.
+        """Return the StagedWeights that was created for `model`, or None if there is none.
 
-        It is found by the method that it has set on `model` to replace the model's own: `save_pretrained`, or
+        BMTrainCallback calls this before it creates one, because the callback of another Trainer may have done so. The
+        object is found through the method of `model` that it has replaced by its own: `save_pretrained`, or
         `state_dict` if the model has no `save_pretrained`.
+
+        Args:
+            model: the sharded model.
         """
         name = "save_pretrained" if hasattr(model, "save_pretrained") else "state_dict"
         found = getattr(vars(model).get(name), "__self__", None)
@@ -54,11 +58,13 @@ class StagedWeights:
     def gather(self, checkpoint: bool) -> None:
         """Gather the full weights on rank 0, unless weights that were gathered earlier are still up to date.
 
-        Collective: every rank must call it.
+        Called before Trainer saves the model: for a checkpoint, at the end of training, or before `save_model`.
+        Collective: every rank must call it. With one rank, nothing is gathered, because Trainer can save the model
+        without it.
 
         Args:
-            checkpoint: whether the weights are for a checkpoint of Trainer. Then `save_pretrained` does not convert
-                their keys to an older format.
+            checkpoint: whether the weights are for a checkpoint of Trainer. If so, `save_pretrained` does not convert
+                their keys to an older format, because Trainer loads checkpoints without converting keys.
         """
         world = current_world()
         if world.size > 1 and not self.fresh:
@@ -74,7 +80,7 @@ class StagedWeights:
 
     @property
     def fresh(self) -> bool:
-        """Whether the gathered weights are up to date; the same on every rank."""
+        """Whether the gathered weights are up to date: no weight has changed since `gather`. Equal on all ranks."""
         return self._versions is not None and self._versions == self._present()
 
     def _present(self) -> list[int]:
@@ -83,9 +89,11 @@ class StagedWeights:
     def save_pretrained(self, save_directory: Any, *args: Any, **kwargs: Any) -> Any:
         """Save the weights that `gather` has collected on rank 0. Other ranks do nothing.
 
-        There are two exceptions. If the current weights were already saved to `save_directory`, no rank does anything.
-        If the collected weights are out of date, or a `state_dict` is passed, the model's own `save_pretrained` runs
-        on every rank that calls this. It is collective, so every rank must then call this.
+        There are two exceptions:
+
+        * If the current weights were already saved to `save_directory`, no rank does anything.
+        * If the collected weights are out of date, or a `state_dict` is passed, this calls the model's own
+          `save_pretrained`, which is collective. In this case, every rank must call this method.
         """
         if self.written is not None and Path(save_directory).absolute() == self.written:
             return None

@@ -8,7 +8,14 @@ _SMALLEST_RESERVE = 2 << 30
 
 
 class DeviceMemory:
-    """Memory statistics of one device, in bytes, from torch's caching allocator. No method waits for the device."""
+    """Memory statistics of one device, in bytes, from torch's caching allocator.
+
+    Features that fit training into the device's memory, such as use_checkpoint="auto", read these statistics. No method
+    waits for the work that is queued on the device.
+
+    Args:
+        device: the device, which must not be the CPU.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._device, self._module = device, torch.get_device_module(device)

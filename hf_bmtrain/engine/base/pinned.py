@@ -111,12 +111,15 @@ def _shortage(nbytes: int, purpose: str, instead: str, reason: str) -> str:
 
 
 def register(pointer: int, nbytes: int, device: torch.device) -> None:
-    """Page-lock host memory so that `device` can read and write it directly.
+    """Page-lock host memory so that `device` can read and write it directly. `unregister` undoes this.
 
     Args:
         pointer: the address of the memory.
         nbytes: the size of the memory in bytes.
         device: the CUDA device.
+
+    Raises:
+        RuntimeError: CUDA refuses to lock the memory, or CuPy is not installed.
     """
     runtime = import_cupy().cuda.runtime
     runtime.setDevice(device.index)

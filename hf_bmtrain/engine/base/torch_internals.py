@@ -130,10 +130,11 @@ attention."""
 
 
 def detach_in_mode(tensor: torch.Tensor) -> torch.Tensor:
-    """Return `tensor.detach()` with the same version counter as `tensor`. For use inside a TorchDispatchMode.
+    """Return `tensor.detach()` with the version counter of `tensor`, also inside a TorchDispatchMode.
 
-    Inside such a mode, torch switches off the layer by which the two share the counter. So the counter of a plain
-    `tensor.detach()` would not show later writes to `tensor`.
+    The version counter of the result shows whether `tensor` was written later. Outside such a mode, `tensor.detach()`
+    shares the counter of `tensor`. Inside, torch switches off the dispatch layer that makes them share it, so this
+    function switches the layer on again.
     """
     with _C._SetExcludeDispatchKeyGuard(_C.DispatchKey.ADInplaceOrView, False):
         return tensor.detach()

@@ -31,11 +31,11 @@ def _has_attributes(cls: type) -> bool:
 
 
 def containers_of(value: Any) -> list[Any]:
-    """Return the mutable containers in which `value` stores its items and attributes.
+    """Return the mutable containers that store the items and attributes of `value`, for the caller to search or copy.
 
-    These are `value` itself, if it is a list, dict, set or deque, and its `__dict__`, if it has one. The `__dict__` is
-    left out for tensors, modules, functions and classes, and for objects that the standard library, torch or NumPy
-    defines (see `_STATELESS`).
+    The result contains `value` itself, if it is a list, dict, set or deque, and its `__dict__`, if it has one. The
+    `__dict__` is left out for tensors, modules, functions and classes, and for objects that the standard library, torch
+    or NumPy defines (see `_STATELESS`). For any other value, such as a tuple, the result is empty.
     """
     own = [value] if isinstance(value, (list, dict, set, deque)) else []
     if not isinstance(value, torch.Tensor) and _has_attributes(type(value)):
@@ -46,7 +46,10 @@ def containers_of(value: Any) -> list[Any]:
 
 
 def items_of(container: Any) -> list[Any]:
-    """Return the values of a dict, or the items of any other container."""
+    """Return the values of a dict, or the items of any other container, for the caller to search.
+
+    container: a result of `containers_of`.
+    """
     return list(container.values() if isinstance(container, dict) else container)
 
 
@@ -67,9 +70,9 @@ def tensors_in(
     Args:
         values: the values to search.
         seen: ids of containers to skip. The ids of the containers that are searched are added to it.
-        strange: a list. Objects that are not searched, although they may contain tensors, are appended to it: those
-            that are no containers, have no `__dict__`, and are not known to torch's pytree, such as objects of a class
-            with `__slots__`.
+        strange: a list, to which objects are appended that may contain tensors, but cannot be searched. They are no
+            containers, have no `__dict__`, and are not known to torch's pytree, such as objects of a class with
+            `__slots__`. The caller decides what to do about them, for example to raise an error.
         constants: whether to also yield the tensors that do not require a gradient.
     """
     for value in values:
@@ -93,14 +96,19 @@ def tensors_in(
 
 
 def exchange(value: Any, table: dict[int, torch.Tensor], seen: set[int]) -> Any:
-    """Replace tensors in `value`, at any depth, by those in `table`, and return the result.
+    """Replace tensors in `value`, at any depth of containers and objects, by those in `table`, and return the result.
 
-    Lists, dicts, deques and attributes of objects are modified in place, and tuples are copied. Sets are not changed.
+    Used to replace tensors in the arguments or outputs of a layer, for example views of parameters by copies.
 
     Args:
-        value: the value to search.
+        value: the value to search. Lists, dicts, deques and attributes of objects are modified in place. Sets are not
+            changed.
         table: the replacements, as {id(old tensor): new tensor}.
         seen: ids of containers to skip. The ids of the containers that are searched are added to it.
+
+    Returns:
+        `value` itself, except in two cases. For a tensor in `table`, its replacement. For a tuple with a replaced
+        tensor, a new tuple; likewise for other structures that only torch's pytree can search.
     """
     if type(value) in ATOMS:
         return value
@@ -139,17 +147,17 @@ _LEAVES = ATOMS | {torch.Tensor}
 
 
 def filled_in(inputs: Iterable[Any], skipped: set[int], objects: bool = False) -> list[Any]:
-    """Return the lists and dicts among `inputs`, also those in tuples, into which a forward may have put tensors.
+    """Return the lists and dicts among the arguments of a forward, because the forward may have put tensors into them.
 
-    The caller then searches them with `tensors_in`.
+    Called after the forward, to search these lists and dicts with `tensors_in`. Those in tuples are returned too.
 
     Args:
         inputs: the arguments of the forward.
-        skipped: a set to which ids are added, for the caller to pass to `tensors_in` as `seen`. They are the ids of the
-            containers in objects that are not returned. If the outputs of the forward also refer to such an object,
-            `tensors_in` then does not search it.
-        objects: whether to also return other objects that contain lists, dicts or attributes. To search them takes
-            longer: a key-value cache, for example, contains the tensors of all layers.
+        skipped: a set, which the caller passes to `tensors_in` as `seen`. If `objects` is False, the ids of the
+            containers in objects of other classes are added to it. `tensors_in` then does not search these objects,
+            even if the outputs of the forward refer to them.
+        objects: whether to also return objects of other classes that contain lists, dicts or attributes. To search them
+            takes longer: a key-value cache, for example, contains the tensors of all layers.
     """
     found: list[Any] = []
     for value in inputs:

@@ -229,8 +229,9 @@ class DistributedModule(ShardedModule):
 def distribute(module: torch.nn.Module, schedule: Schedule) -> None:
     """Make `module` a DistributedModule, whose forward all-gathers sharded parameters when it reads them.
 
-    This is done in place: the new class of the module extends DistributedModule and its old class. A module that is a
-    DistributedModule already is not changed.
+    Called when a model is wrapped, for the modules outside blocks, and for modules with root parameters. The module is
+    changed in place: its new class extends DistributedModule and its old class. A module that is a DistributedModule
+    already is not changed.
 
     Args:
         module: the module.

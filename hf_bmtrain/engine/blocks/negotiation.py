@@ -139,11 +139,12 @@ class Negotiation:
         self._served[requests.reduction] = serve_reduction
 
     def covers(self, buffer: ShardedBuffer) -> bool:
-        """Return whether `buffer` was registered, so that the ranks agree on each of its collectives before issuing it.
+        """Return whether `buffer` was registered, so that the ranks agree on each of its collectives beforehand.
 
-        If so, the gradients of the buffer are final only at the end of a backward, not after their first reduction. In
-        a reduction, each rank sends the gradients that it has computed so far, or zeros. A rank that computes its
-        gradients later starts another reduction in the same backward, and the second mean is added to the first.
+        Ask this before you use a gradient during a backward. The gradients of a registered buffer are final only at the
+        end of the backward, not after their first reduction: in a reduction, each rank sends the gradients that it has
+        computed so far, or zeros. A rank that computes its gradients later starts another reduction in the same
+        backward, and the second mean is added to the first.
         """
         return buffer.number in self._requests
 
@@ -158,7 +159,8 @@ class Negotiation:
 
         Args:
             buffer: the flat buffer to be gathered.
-            entry: the kind of pass in which the buffer is needed: FORWARD, EVALUATION or BACKWARD.
+            entry: the kind of pass in which the buffer is needed: FORWARD, EVALUATION or BACKWARD. These constants are
+                entries of the collective log, by which the ranks notice if they are in different kinds of passes.
         """
         requests = self._requests.get(buffer.number)
         if requests is not None and buffer.needs_collective:
@@ -177,27 +179,41 @@ class Negotiation:
             self._agree(requests.reduction, BACKWARD)
 
     def reduction_order(self, buffers: Sequence[ShardedBuffer]) -> int:
-        """Return a sort key with which all ranks start the last reductions of a backward in the same order.
+        """Return the sort key of a block or root buffer for the reductions that start at the end of a backward.
 
-        buffers: the flat buffers of one block, or one root buffer (of parameters outside blocks).
+        Ranks may have used blocks and root buffers in different orders. The caller sorts them by this key, so that all
+        ranks start these last reductions in the same order.
+
+        Args:
+            buffers: the flat buffers of one block, or one root buffer (of parameters outside blocks).
+
+        Returns:
+            The key. Smaller keys come first, and buffers that were not registered come last.
         """
         return min((found.reduction for each in buffers if (found := self._requests.get(each.number))), default=_END)
 
     def gather_order(self, buffers: Sequence[ShardedBuffer]) -> int:
-        """Return a sort key with which all ranks gather root buffers in the same order when a backward begins.
+        """Return the sort key of a root buffer for the all-gathers that start when a backward begins.
 
-        Root buffers are the flat buffers of parameters outside blocks.
+        Root buffers are the flat buffers of parameters outside blocks. Ranks may have read them in different orders in
+        the forward. The caller sorts them by this key, so that all ranks gather them in the same order.
 
-        buffers: a sequence of one element, a root buffer.
+        Args:
+            buffers: a sequence that contains only the root buffer.
+
+        Returns:
+            The key. Smaller keys come first, and buffers that were not registered come last.
         """
         return min((found.backward for each in buffers if (found := self._requests.get(each.number))), default=_END)
 
     def finish(self, entry: int) -> None:
         """Take part in other ranks' collectives until all ranks have reached the end of this forward or backward.
 
+        Called at the end of each forward and backward of an uneven model. The host waits for the other ranks.
         Collective: every rank must call it.
 
-        entry: the kind of pass that ends: FORWARD, EVALUATION or BACKWARD.
+        entry: the kind of pass that ends: FORWARD, EVALUATION or BACKWARD. These constants are entries of the
+            collective log, by which the ranks notice if they are in different kinds of passes.
         """
         self._agree(_END, entry)
 

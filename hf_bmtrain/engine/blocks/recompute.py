@@ -18,7 +18,15 @@ returns whether the output of this call is kept until backward, instead of being
 
 
 def keep_nothing(operator: Any, args: tuple, kwargs: dict[str, Any]) -> bool:
-    """Return False for every operator: the `Keeps` function with which backward recomputes all outputs."""
+    """Return False for every call of an operator, so that backward recomputes all outputs.
+
+    `Recompute.kept_in_graph` returns this function if the compiled graph of a block keeps no outputs until backward.
+
+    Args:
+        operator: the operator of torch. Neither it nor its arguments are used.
+        args: the positional arguments of the call.
+        kwargs: its keyword arguments.
+    """
     return False
 
 
@@ -38,12 +46,12 @@ class Recompute:
     def recomputes(self, args: tuple, kwargs: dict[str, Any], pending: int) -> bool:
         """Return whether backward will recompute the training forward that is about to start.
 
-        Called before the block's all-gather. If layers issue collectives in their own forwards, which a recomputation
-        repeats, the result must be the same on all ranks.
+        Called before the block's all-gather. If layers issue collectives in their own forwards, a recomputation issues
+        these collectives again. In this case, the result must be the same on all ranks.
 
-        A user may call torch's checkpoint with a function that calls the block, even several times. When this
-        checkpoint recomputes the function, `recomputes` is not called again: the block uses its last result for all of
-        these calls. So the result must be the same for them.
+        A user may put a checkpoint of torch around a function that calls this block, even several times. When backward
+        runs that function again, this method is not called. Instead, its last result is applied to each call of the
+        block. So the result must be the same for all calls of the block inside one such checkpoint.
 
         Args:
             args: the positional arguments of the forward.
@@ -84,12 +92,12 @@ class Recompute:
         return keep_nothing
 
     def backward_begins(self, recomputed: bool) -> None:
-        """Called when the block's backward starts, and again when the recomputation of its forward starts, if any.
+        """Called when the block's backward starts, and when torch's checkpoint starts to recompute its forward.
 
         A subclass can measure the device's memory at these moments. The base class does nothing.
 
         Args:
-            recomputed: True if a recomputation starts, False if the block's backward starts.
+            recomputed: False if the block's backward starts, True if a recomputation starts.
         """
 
 
@@ -113,10 +121,15 @@ class Replay(Protocol):
     """
 
     def changes_buffers(self) -> bool | None:
-        """Return whether forwards in the present mode (training or evaluation) change the layer's buffers.
+        """Return whether the layer's forward changes the layer's buffers, such as running means.
 
-        Buffers are, for example, running means. A layer without buffers returns False. A layer with buffers returns
-        None until its first forward in the present mode has run under `record`, which observes what it changes.
+        Called before a forward of a compiled block. If the forward changes buffers, torch's checkpoint must recompute
+        it, because a compiled graph would recompute with the changed values.
+
+        Returns:
+            True or False, for forwards in the present mode (training or evaluation). None if this is not known yet: the
+            layer has buffers, and no forward in this mode has run under `record`, which observes what the forward
+            changes. A layer without buffers returns False.
         """
         ...
 
@@ -141,13 +154,18 @@ class Replay(Protocol):
 
 
 class InputStore(Protocol):
-    """Keeps the inputs of recomputed blocks outside the device's memory, for example on the host, until backward."""
+    """Interface of an object that keeps the inputs of recomputed blocks outside the device's memory until backward.
+
+    All blocks of a model share one store. A class outside `engine` implements it with host memory, and
+    `LayerFeatures.inputs` creates it.
+    """
 
     def saving(self) -> AbstractContextManager[Any] | None:
         """Return a context manager under which torch's checkpoint saves the inputs of a block's forward to this store.
 
-        Returns None if saved-tensor hooks are active already, such as those of a checkpoint around the block, because
-        those hooks then decide where tensors are saved.
+        Called before each forward of a block that torch's checkpoint will recompute. Returns None if saved-tensor hooks
+        are active already, for example those of a user's checkpoint around the block. These hooks then decide where the
+        inputs are saved.
         """
         ...
 
@@ -160,14 +178,29 @@ class LayerFeatures(Protocol):
     """
 
     def check(self, use_checkpoint: object) -> None:
-        """Raise ValueError unless `use_checkpoint` is a valid value of this argument of `auto_wrap`."""
+        """Check the argument `use_checkpoint` of CheckpointBlock, before its layer is sharded.
+
+        Raises:
+            ValueError: the value is none of those that `auto_wrap` documents for its argument of the same name.
+        """
 
     def recompute(self, use_checkpoint: Any, block: BlockState) -> Recompute:
-        """Return the object that decides, for the user's `use_checkpoint`, which forwards of `block` are recomputed."""
+        """Return the object that decides which forwards of a new block are recomputed in backward.
+
+        Args:
+            use_checkpoint: the user's argument of this name, which `check` has accepted, such as True or "auto".
+            block: the state of the new block.
+        """
         ...
 
     def replay(self, layer: torch.nn.Module) -> Replay:
-        """Return the object that saves the state of `layer` before a forward, and restores it for its recomputation."""
+        """Return the object that saves the state of a layer before a forward, and restores it for the recomputation.
+
+        Called when the layer becomes a block, and again when parameters are added to the block.
+
+        Args:
+            layer: the transformer layer.
+        """
         ...
 
     def inputs(self) -> InputStore | None:

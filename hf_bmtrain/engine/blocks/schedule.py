@@ -49,7 +49,11 @@ class BackwardParticipant(Protocol):
         """
 
     def abandon_backward(self) -> None:
-        """Drop the gradients of a backward that raised an exception, and reshard."""
+        """Drop this participant's gradients, and reshard, after a backward that raised an exception.
+
+        The schedule calls this instead of `finish_backward`, in `discard_failed_backward`: when the next forward
+        begins, or the next model is wrapped.
+        """
 
 
 class ForwardPass:
@@ -117,7 +121,11 @@ class ForwardPass:
             self.before_backward(self.token)
 
     def check_unwritten(self) -> None:
-        """Raise RuntimeError if the forward modified a root parameter (one outside blocks) that it read."""
+        """Raise RuntimeError if the forward modified a root parameter (one outside blocks) that it read.
+
+        Called when the outermost forward has run, before its full parameters are freed, because the change would then
+        be lost.
+        """
         for reader in self.readers:
             reader.check_unwritten()
 
@@ -421,10 +429,11 @@ class Schedule:
 
     @property
     def negotiated(self) -> int | None:
-        """FORWARD, EVALUATION or BACKWARD if ranks must now agree on each collective, otherwise None.
+        """What an uneven model does now: FORWARD, EVALUATION (gradients are disabled) or BACKWARD. None if none runs.
 
-        They must agree while a model runs of which they may enter different blocks. Each agreement writes the constant
-        to the collective log, the list of operations that the ranks compare.
+        A model is uneven if the ranks may enter different blocks of it. While it runs, the ranks must agree on each
+        collective before they issue it, so callers read this property first. They pass the constant to `negotiation`,
+        which writes it to the collective log (the list of operations that the ranks compare).
         """
         if self._passes:
             uneven = any(each.negotiation is not None for passes in self._passes.values() for each in passes)
@@ -561,8 +570,9 @@ class Schedule:
     def discard_failed_backward(self) -> None:
         """Clean up after a backward that raised an exception: drop its gradients and pending reductions, and reshard.
 
-        Do nothing if no backward has failed. A failed backward is recognized by its participants, which are still
-        registered although no backward runs.
+        Nothing is called when a backward fails, so this is called later: for example, when the next forward begins or
+        the next model is wrapped. If no backward has failed, or if a backward is running, this does nothing. A failed
+        backward is recognized by its participants, which are still registered although no backward runs.
         """
         if not self._members or self.in_backward:
             return
@@ -581,22 +591,25 @@ class Schedule:
     # -- pending reductions -------------------------------------------------------------------------------------
 
     def make_room(self) -> None:
-        """Make the current stream wait for pending reductions, except those of the last block.
+        """Make the current stream wait for pending reductions, except those that the most recent `send` has started.
 
-        This limits the memory for gradients. With only one rank, no reduction stays pending. Call this before a block's
-        backward creates gradients, but after issuing the all-gathers that should overlap with this backward. If they
-        were issued later, they would wait too.
+        This limits the memory for gradients: while a block computes its backward, usually only the reductions of the
+        block whose backward has just ended are pending. With only one rank, no reduction stays pending.
+
+        Call this before a block's backward creates gradients, but after issuing the all-gathers that should overlap
+        with this backward. All-gathers that are issued later would also wait for the reductions.
         """
         self._receive(self.blocks.ahead)
 
     def receive_all(self) -> None:
-        """Make the current stream wait for all pending reductions of gradients, and set the `.grad` of parameters.
+        """Make the current stream wait for all pending reductions of gradients, and set the `.grad` of the parameters.
 
-        These are the local (sharded) parameters, whose `.grad` is sharded in the same way.
+        Called in backward, before a gradient is added to a flat buffer whose reduction is pending. Collective: every
+        rank must call it, at the same point of the backward, because it calls gradient hooks, which may be collective.
 
-        Called in backward, before a gradient is added to a flat buffer whose reduction is pending. Parameters that this
-        rank did not use may get their `.grad` only at the end of the backward. All ranks must call this at the same
-        point, because gradient hooks, which are called here, may be collective.
+        Each local parameter (this rank's elements) gets the mean gradient of its elements as its `.grad`. The exception
+        is a parameter that this rank did not use: as long as it is unknown whether another rank used it, its `.grad` is
+        not set. This is decided at the end of the backward.
         """
         self._receive(ahead=0)
 

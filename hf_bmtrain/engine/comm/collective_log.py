@@ -88,10 +88,14 @@ def option_kind(option: str) -> str:
 
 
 def kind_and_number(entry: int) -> tuple[str, int]:
-    """Return the `kind` and `number` from which `code` has computed an entry of a collective log.
+    """Split an entry of a collective log into the kind of its operation and a number, to describe it in a message.
 
-    An entry is a number that stands for an operation. For an entry from `value_code`, the result `number` is the bit
-    pattern of the float32 value.
+    Args:
+        entry: the number that stands for an operation, from `code` or `value_code`.
+
+    Returns:
+        The arguments `kind` and `number` from which `code` has computed the entry. For an entry from `value_code`, the
+        second result is the bit pattern of the float32 value.
     """
     number, position = divmod(entry, len(_KINDS))
     return _KINDS[position], number
@@ -258,11 +262,15 @@ class CollectiveLog:
         return _excerpt(self._memory)
 
     def compare(self, theirs: Excerpt) -> Difference | None:
-        """Return the earliest difference that can be found between this log and another rank's log, or None.
+        """Return the earliest known difference between this log and another rank's log, or None if none is known.
 
-        The comparison covers the last entries of the other log, as far as this log has these entries and still stores
-        their digests (hashes of all entries up to a position). A digest also shows a difference in earlier entries. In
-        this case, or if it cannot be ruled out, the attribute `first` of the result is False.
+        The monitor calls this to find ranks that issue different operations, and so does `World.barrier`. Only the
+        entries in `theirs` are compared. Those that this log does not have yet, or that KEPT (8192) or more entries
+        have followed, are left out.
+
+        The logs are compared by digests. A digest is a hash of all entries up to a position, so it also differs if only
+        earlier entries differ, which were not compared. If this cannot be ruled out, the attribute `first` of the
+        result is False.
 
         theirs: the last entries of the other rank's log, which its `excerpt` has returned.
         """
@@ -279,11 +287,14 @@ class CollectiveLog:
         return None
 
     def entry(self, number: int) -> int | None:
-        """Return the entry (the number that stands for an operation) at a position of this log.
+        """Return one entry of this log (the number that stands for an operation), to name the operation in messages.
 
-        Returns None if the log has no such position yet, or has KEPT or more later entries.
+        Args:
+            number: the position of the entry, counted from 1.
 
-        number: the position, counted from 1.
+        Returns:
+            The entry. None if the log has no entry at this position yet, or if KEPT (8192) or more entries have
+            followed it, so that it is no longer available.
         """
         digests = [self._digest(number - 1), self._digest(number)]
         return None if None in digests else _entries(digests)[0]  # pyright: ignore[reportArgumentType]

@@ -134,14 +134,16 @@ class ObjectComm:
         """Add a decision of this rank to the collective log, which is compared with the other ranks' logs.
 
         Call this for decisions that must be the same on all ranks, such as whether to save at this step. Every rank
-        must call it at the same point, but it does not wait for the others. It takes about a microsecond.
+        must call this method at the same point, but the call does not wait for the other ranks. It takes about a
+        microsecond.
 
         Args:
-            text: a description of the decision, which messages show. There should be few different texts.
+            text: a description of the decision, which messages show. There should be few different texts, because each
+                is kept in memory until the process ends.
 
         Raises:
-            RuntimeError: another rank of this host has made a different decision, or a problem was found before. If
-                the other rank decides later, or is on another host, a later operation of this rank raises the error.
+            RuntimeError: another rank of this host has made a different decision, or a problem was found before. If the
+                other rank decides later, or is on another host, a later operation of this rank raises the error.
         """
         if self._group is not None:
             self.collective_log.note(code("decision for", self._number(text)))
@@ -158,7 +160,10 @@ class ObjectComm:
     # -- posts, which are not collective ------------------------------------------------------------------------
 
     def post(self, key: str, text: str) -> None:
-        """Append a text to the list that is stored under a key, in a store that all ranks can read with `read_posts`.
+        """Append a text to a list in a key-value store, where all ranks can read the list with `read_posts`.
+
+        Not collective. So a rank can inform the others of something that concerns only some ranks, such as the
+        parameters that it did not use in a backward. With one rank, nothing is stored.
 
         Args:
             key: the key of the list. All ranks may append to the same list.
@@ -168,15 +173,22 @@ class ObjectComm:
             self._store.append(key, f"{text};")
 
     def read_posts(self, key: str) -> list[str]:
-        """Return the texts that ranks, including this one, have posted under `key` so far (see `post`).
+        """Return the texts that ranks, including this one, have appended to the list `key` so far with `post`.
 
-        Waits until there is at least one text, but not for texts of further ranks. With one rank, `post` stores
+        Not collective. Waits until there is at least one text, but not for further texts. With one rank, `post` stores
         nothing, and the result is [].
+
+        key: the key of the list.
         """
         return [] if self._store is None else self._store.get(key).decode().split(";")[:-1]
 
     def delete_posts(self, key: str) -> None:
-        """Delete all texts that ranks have posted under `key` in the store that all ranks can read."""
+        """Delete the list `key`, to which ranks have appended texts with `post`, from the key-value store.
+
+        Not collective. Call this when all ranks have read the list. Several ranks may call it.
+
+        key: the key of the list.
+        """
         if self._store is not None:
             self._store.delete_key(key)
 
@@ -196,7 +208,11 @@ class ObjectComm:
         return self._store.get(key).decode()
 
     def close(self) -> None:
-        """Destroy the gloo group, or keep it if its last operation timed out and still waits for other ranks."""
+        """Destroy the gloo group. Called before the process ends, or if the ranks disagree in `init_distributed`.
+
+        If the last operation timed out, and its threads still wait for other ranks, the group is kept until the process
+        ends, because its destructor would wait for these threads.
+        """
         given_up = self._last is not None and not self._last.is_completed()
         # The operation refers to the group, whose threads end only when nothing refers to the group any longer.
         self._last = None

@@ -65,7 +65,13 @@ class ResizableStorage:
 
 
 def shares_storage(tensor: torch.Tensor, *others: torch.Tensor) -> bool:
-    """Return whether `tensor` (or its values, if it is sparse) shares its storage with one of the dense `others`."""
+    """Return whether `tensor` has the same storage as one of `others`, as a view has.
+
+    Called, for example, for the outputs of a block: views of full parameters become invalid when these are freed.
+
+    tensor: the tensor to check. Of a sparse tensor, the storage of its values is compared.
+    others: dense tensors.
+    """
     try:
         storage = tensor.untyped_storage()._cdata
     except NotImplementedError:  # sparse tensors, and tensors inside vmap, have no storage

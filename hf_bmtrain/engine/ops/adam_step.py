@@ -21,13 +21,17 @@ Hyper = Sequence[float | torch.Tensor]
 
 @dataclass(frozen=True)
 class Elements:
-    """The tensors of n adjacent elements that one launch of `adam_update` updates in place.
+    """The gradients, weights and optimizer state of n adjacent elements, for one call of `update`, an AdamW step.
+
+    The step updates the weights, masters and moments in place.
 
     Attributes:
         grad: (n,), the gradients, only read.
-        master: an object with the n weights, their float32 masters (copies of full precision that the optimizer
-            updates), and the second moment. The second moment is None if both moments are stored in 8 bits.
-        exp_avg: the first moment, (n,); or, if both moments are stored in 8 bits, a Moments object with both.
+        master: a Master, which contains three tensors (n,): the weights; their float32 masters (copies of full
+            precision that the optimizer updates), or None for float32 weights; and the second moment, or None if both
+            moments are stored in 8 bits.
+        exp_avg: the first moment, a tensor (n,); or, if both moments are stored in 8 bits, a Moments, which contains
+            both.
         index_base: the position of element 0 among all elements of the model. Stochastic rounding computes an element's
             random bits from its position and the number of the step.
     """
@@ -48,13 +52,15 @@ class Elements:
 
 
 class KernelSteps:
-    """AdamW with `adam_prepare` and `adam_update`, which launch kernels on CUDA and compute with torch on the CPU.
+    """AdamW by this package's own functions (`adam_prepare`, `adam_update`), mainly for GPUs.
 
-    In each step, call `begin`, then `advance`, then `update` for each range of elements.
+    The functions launch CUDA kernels on a GPU. On the CPU they compute the same with torch. They are used there only
+    for a first moment in bfloat16 or 8 bits (see `adam_steps`).
 
-    Hyper-parameters, step counts, gradient scale and skip flag are read on the device, so the host does not wait for
-    it. A hyper-parameter that is a tensor on the device is read there in every step. Hyper-parameters that are numbers
-    are copied to the device only when one of them has changed.
+    In each step, call `begin`, then `advance`, then `update` for each range of elements. None of these calls makes the
+    host wait for the device: hyper-parameters, step counts, gradient scale and skip flag are read on the device. A
+    hyper-parameter that is a tensor on the device is read in every step. Hyper-parameters that are numbers are copied
+    to the device only when one of them has changed.
 
     Args:
         groups: for each parameter group, its number of runs: ranges of elements that are updated together. Runs are
@@ -136,16 +142,19 @@ class KernelSteps:
 
 
 class TorchSteps:
-    """AdamW on the CPU, by torch's own functions. It is used instead of KernelSteps, which has the same methods.
+    """AdamW by torch's own functions, for weights that are updated on the CPU with a float32 first moment.
 
-    In each step, call `begin`, then `advance`, then `update` for each range of elements. All optimizer state is
-    float32. The results are identical to those of torch.optim.AdamW on the CPU or, with the hyper-parameter l2 instead
-    of weight_decay, to those of torch.optim.Adam, because these call the same functions.
+    In all other cases, `adam_steps` chooses KernelSteps, which has the same methods. In each step, call `begin`, then
+    `advance`, then `update` for each range of elements.
+
+    All optimizer state is float32. The results are identical to those of torch.optim.AdamW on the CPU, which calls the
+    same functions. If the hyper-parameter l2 is set instead of weight_decay, they are identical to those of
+    torch.optim.Adam.
 
     Args:
         groups: for each parameter group, its number of runs: ranges of elements that are updated together. Runs are
             numbered from 0, group by group.
-        device: the device on which the runs are updated.
+        device: the device on which the runs are updated, the CPU.
     """
 
     def __init__(self, groups: Sequence[int], device: torch.device) -> None:

@@ -23,7 +23,13 @@ CHUNK = 1 << 18  # number of elements that the CPU converts to float64 at a time
 
 @cache
 def variant(dtype: torch.dtype) -> Variant:
-    """Return the CUDA source of the kernels that sum squares, with the macro for gradients of this dtype."""
+    """Return the Variant of this module's kernels for gradients of one dtype, to pass to `kernel`, which compiles it.
+
+    A Variant is a CUDA source file and the macros with which it is compiled. The macro ELEMENT is the type of the
+    gradients' elements.
+
+    dtype: float32, float16 or bfloat16.
+    """
     return Variant("grad_norm", (("ELEMENT", C_NAMES[dtype]),))
 
 
@@ -42,7 +48,8 @@ def variants(arch: int) -> list[Variant]:
 def accumulate_squared_norm(flat: torch.Tensor, out: torch.Tensor) -> None:
     """Add the squared norm of a flat tensor to a running sum. The host does not wait for the device.
 
-    The same tensors in the same order give bit-identical results.
+    To compute the norm of all gradients, for clipping, it is called for one flat gradient after another. The same
+    tensors in the same order give bit-identical results.
 
     Args:
         flat: (n,) float32, float16 or bfloat16, contiguous, of any alignment. Padding must be zero, because all
@@ -70,7 +77,11 @@ def accumulate_squared_norm(flat: torch.Tensor, out: torch.Tensor) -> None:
 
 
 def as_real(flat: torch.Tensor) -> torch.Tensor:
-    """View a complex `flat` (n,) as alternating real and imaginary parts (2n,). Return a real one unchanged."""
+    """Return a view of a gradient as real numbers, because the functions that sum squares take only real tensors.
+
+    flat: (n,). If it is complex, the result is (2n,), its alternating real and imaginary parts, whose sum of squares is
+        the squared norm of `flat`. A real tensor is returned unchanged.
+    """
     return torch.view_as_real(flat).view(-1) if flat.is_complex() else flat
 
 
@@ -157,13 +168,16 @@ def segmented_squared_norm(flat: torch.Tensor, segments: Segments) -> torch.Tens
 
 
 def add_squares(parts: Sequence[torch.Tensor], out: torch.Tensor) -> None:
-    """Add up sums of squares: write the sum of all elements of parts[i] to out[i], for each i.
+    """Add up partial sums of squares: write the sum of all elements of parts[i] to out[i], for each i.
 
-    The host does not wait for the device. The same parts give bit-identical results.
+    `peer_mean`, which averages a gradient over the ranks, also returns partial sums of its squares. This function adds
+    them up to one sum per gradient, which gradient clipping uses later. The host does not wait for the device. The same
+    parts give bit-identical results.
 
     Args:
-        parts: float64 tensors (k_i,), which may be empty.
-        out: (len(parts),) float64, written.
+        parts: for each gradient, its partial sums, a float64 tensor of any length (k_i,). It may be empty: the sum is
+            then 0.
+        out: (len(parts),) float64, overwritten with one sum for each gradient.
     """
     flat = torch.cat(list(parts))
     if flat.is_cuda and flat.numel():

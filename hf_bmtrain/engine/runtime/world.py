@@ -149,9 +149,11 @@ class World:
     def accelerator(self) -> Any:
         """Accelerate's AcceleratorState, or None if no Accelerator exists in this process.
 
-        It contains the Accelerator's settings, such as mixed precision and the device mesh. The program, or a library
-        such as Trainer, may create an Accelerator at any time. Accelerate is not imported here: if the program has
-        imported it, its state is found in `sys.modules`.
+        It contains the Accelerator's settings. A sharded model reads them, for example, to run its forward in the same
+        mixed precision, and to refuse an Accelerator that would shard the model too.
+
+        The program, or a library such as Trainer, may create an Accelerator at any time. Accelerate is not imported
+        here: if the program has imported it, its state is found in `sys.modules`.
         """
         module = sys.modules.get("accelerate.state")
         return None if module is None or not module.AcceleratorState._shared_state else module.AcceleratorState()
@@ -259,14 +261,22 @@ def current_world() -> World:
 
 
 def enter_world(world: World) -> None:
-    """Set the world of this process, which `current_world` returns. Raises RuntimeError if it already has a world."""
+    """Make `world` the world of this process, which `current_world` returns. `init_distributed` calls this.
+
+    Raises:
+        RuntimeError: the process already has a world.
+    """
     global _world
     check_no_world()
     _world = world
 
 
 def check_no_world() -> None:
-    """Raise RuntimeError if `init_distributed` has already been called in this process."""
+    """Check that `init_distributed` has not been called before. It may be called only once in a process.
+
+    Raises:
+        RuntimeError: it has already been called in this process.
+    """
     if _world is not None:
         raise RuntimeError(
             f"init_distributed has already been called; this is rank {_world.rank} of {_world.size}. Call it once, at "
@@ -276,7 +286,13 @@ def check_no_world() -> None:
 
 @contextmanager
 def simulated(world: World) -> Iterator[None]:
-    """Return a context manager that makes `current_world` return `world`, for a simulation on the meta device."""
+    """Return a context manager that makes `current_world` return `world` inside it.
+
+    Used to predict the memory of a training step, which is simulated on the meta device with a world of its own.
+
+    Args:
+        world: the simulated world.
+    """
     global _world
     present, _world = _world, world
     try:
@@ -342,7 +358,11 @@ def wait_loader() -> None:
 
 
 def check_zero_level(zero_level: int) -> None:
-    """Raise ValueError unless `zero_level` is 2 or 3."""
+    """Check an argument `zero_level`, such as that of `init_distributed` or `auto_wrap`.
+
+    Raises:
+        ValueError: the argument is neither 2 nor 3.
+    """
     if not isinstance(zero_level, int) or zero_level not in (2, 3):
         raise ValueError(
             f"zero_level must be 2 (parameters stay unsharded from forward to backward) or 3 (they are resharded in "

@@ -94,9 +94,15 @@ def _by_buffer(sharded_params: Iterable[DistributedParameter]) -> Iterator[Distr
 
 
 def clone_full_params(sharded_params: Iterable[DistributedParameter]) -> Wholes:
-    """Return {local parameter: a copy of its full parameter}, which is what the type Wholes stands for.
+    """Gather a copy of the full parameter of each local parameter, for code that reads or changes full parameters.
 
-    Collective: every rank must call it.
+    Collective: every rank must call it. Only one flat buffer is unsharded at a time, but all copies stay in memory.
+
+    Args:
+        sharded_params: the local parameters. One that occurs several times (a tied parameter) is copied once.
+
+    Returns:
+        {local parameter: the copy of its full parameter}. The type Wholes is a dict of this form.
     """
     return {p: torch.nn.Parameter(p.full.detach().clone(), p.requires_grad) for p in _by_buffer(sharded_params)}
 

@@ -81,11 +81,19 @@ class OnDemandGather:
 
     @property
     def version(self) -> int:
-        """Torch's version counter of the flat buffer's shard, which every write to the shard increments."""
+        """Torch's version counter of the flat buffer's shard, which every write to the shard increments.
+
+        `ForwardPass` compares its values at the end of the forward and at the beginning of the backward, to find out
+        whether the parameters were modified in between.
+        """
         return self._buffer.version
 
     def holds(self, tensor: torch.Tensor) -> bool:
-        """Return whether `tensor` is a view of one of the full parameters that this object unshards."""
+        """Return whether `tensor` is a view of one of the full parameters that this object unshards.
+
+        `ForwardPass.holds` asks this about each output of the model, because such a view becomes invalid when the
+        parameters are freed. False if this rank's shard is the full buffer, because nothing is freed then.
+        """
         return self._buffer.storage.holds(tensor)
 
     # -- forward ------------------------------------------------------------------------------------------------
@@ -140,9 +148,11 @@ class OnDemandGather:
         return full
 
     def full_params(self, index: int) -> list[torch.nn.Parameter]:
-        """Return the full Parameters of one parameter: one for each module that has read it. They share memory.
+        """Return the full Parameter objects of one parameter: one for each module that has read it. They share memory.
 
-        Each module has its own Parameter, so that autograd computes the gradient of each module separately.
+        Each module reads its own Parameter object, so that autograd computes the gradient of each module separately.
+        `loss.backward(inputs=[parameter])` needs all of them: autograd must compute gradients for these objects, not
+        for the local parameter that the user has passed.
 
         index: the index of the parameter in the flat buffer.
         """
@@ -234,7 +244,10 @@ class OnDemandGather:
             self.reshard()
 
     def abandon_backward(self) -> None:
-        """Free the full parameters and drop their gradients, after an exception in the backward."""
+        """Free the full parameters and drop their gradients, because the last backward raised an exception.
+
+        Called when the next forward begins, or the next model is wrapped.
+        """
         self._end_backward()
         self._buffer.gradient.discard()
 

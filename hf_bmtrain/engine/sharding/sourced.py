@@ -39,8 +39,9 @@ class SourcedParameter(torch.nn.Parameter):
     def scatter(cls, full: torch.Tensor, rank: int, size: int, dtype: torch.dtype | None = None) -> SourcedParameter:
         """Return a SourcedParameter with the values of `full`. Not collective.
 
-        If `full` is memory-mapped from a file and needs no cast, the result refers to it. Otherwise the result contains
-        a copy of this rank's share, that is, of 1/size of the elements.
+        Called when a parameter is loaded from a file. The result replaces the parameter in the model, until the model
+        is sharded. If `full` is memory-mapped from the file and needs no cast, the result refers to `full`. Otherwise,
+        the result contains a copy of this rank's share, that is, of 1/size of the elements.
 
         Args:
             full: a tensor on the CPU with the same values on all `size` ranks.
@@ -59,7 +60,8 @@ class SourcedParameter(torch.nn.Parameter):
     def divide(self, rank: int, size: int) -> None:
         """Replace `values`, which must contain all elements, by a copy of this rank's share in host memory.
 
-        The share is one of `size` equal parts of the elements, padded with zeros if the elements do not suffice.
+        Called for a loaded parameter that is not memory-mapped from a file, or not on every rank. The share is one of
+        `size` equal parts of the elements, padded with zeros if the elements do not suffice.
 
         Args:
             rank: the index of this rank, from 0 to size - 1.
@@ -151,7 +153,11 @@ def _share_of(values: torch.Tensor, rank: int, size: int) -> torch.Tensor:
 
 
 def is_mapped(tensor: torch.Tensor) -> bool:
-    """Return whether `tensor` is in a memory-mapped file. Returns False on systems without /proc/self/maps."""
+    """Return whether `tensor` is in a memory-mapped file, so that a reference to it needs no memory of its own.
+
+    `SourcedParameter.scatter` keeps such a tensor as it is, and copies others. Returns False for a tensor that is not
+    contiguous, and on systems without /proc/self/maps.
+    """
     maps = Path("/proc/self/maps")
     if not tensor.is_contiguous() or not maps.exists():
         return False

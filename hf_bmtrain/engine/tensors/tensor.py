@@ -56,9 +56,9 @@ class ShardBase:
         placement: which elements of the full tensor each rank stores.
         is_parameter: whether the tensor is a parameter, so that autograd records the functions that are called on it.
         in_memory: whether the tensor's memory contains the elements themselves. False in the subclass for quantized
-            parameters, which are stored as codes. If one argument of a torch function is a quantized parameter, the
-            `__torch_function__` of that subclass must run. It replaces the parameter by unquantized elements if the
-            function reads elements.
+            parameters, which are stored as codes. Before a torch function can read elements of a quantized parameter,
+            that subclass must replace the parameter by unquantized elements. So if one argument is quantized, the
+            `__torch_function__` of the other sharded classes returns NotImplemented, and torch calls the subclass's.
         grad_now: the same tensor as `.grad`, kept in a Python attribute, because torch's own `.grad` is slow to read.
     """
 
@@ -70,7 +70,11 @@ class ShardBase:
 
     @property
     def full_shape(self) -> torch.Size:
-        """The shape of the full tensor."""
+        """The shape of the full tensor, on every rank.
+
+        User code can read `shape`, which is the same. Where `__torch_function__` is disabled, as in many functions of
+        this package, `shape` is that of this rank's elements, (n,), and only `full_shape` is the full shape.
+        """
         return self.placement.shape
 
     @property
@@ -208,16 +212,19 @@ class ShardBase:
 class ShardTensor(ShardBase, torch.Tensor):
     """A sharded gradient, sharded optimizer state, or the result of arithmetic on sharded tensors.
 
-    Element-wise operations act on this rank's elements and return a ShardTensor; the docstring of this module describes
-    all other operations. Norms are those of the full tensor, and `torch.amp.GradScaler` skips a step on all ranks if
-    any rank finds inf or NaN. Torch's own gradient clipping and loss scaling therefore give correct results. Pickling
-    stores only this rank's elements, as a plain tensor.
+    Element-wise functions act on this rank's elements and return a ShardTensor. Sums, norms and similar reductions
+    compute one number over all ranks. Any other function that reads or writes elements gathers the full tensor first.
+    All of these functions are collective (every rank must call them), except element-wise ones.
+
+    Norms are those of the full tensor, and `torch.amp.GradScaler` skips a step on all ranks if any rank finds inf or
+    NaN. Torch's own gradient clipping and loss scaling therefore give correct results. Pickling stores only this rank's
+    elements, as a plain tensor.
 
     Attributes:
-        segment: for a gradient that a backward has set, (function, index). The function takes no arguments and returns
-            the SegmentNorms of the flat buffer, which computes the norms of all its gradients at once. `index` is the
-            position of this gradient among them. Gradient clipping thus needs one pass per flat buffer instead of one
-            per gradient. None for all other tensors.
+        segment: for a gradient that a backward has set, how to get its norm: a pair (function, index). `function()`
+            returns a SegmentNorms, an object that computes the norms of all gradients of one flat buffer in one pass.
+            `index` is the position of this gradient among those of the buffer. Gradient clipping thus needs one pass
+            per flat buffer instead of one per gradient. None for all other tensors.
     """
 
     segment: tuple[Callable[[], SegmentNorms], int] | None = None
@@ -240,7 +247,8 @@ class ShardTensor(ShardBase, torch.Tensor):
         Collective: every rank must call it.
 
         Raises:
-            RuntimeError: `requires_grad` of this tensor is True. Autograd can gather only parameters.
+            RuntimeError: `requires_grad` of this tensor is True. The all-gather is differentiable only for sharded
+                parameters, and not for a ShardTensor. Call `requires_grad_(False)` on the tensor.
         """
         with WithoutTorchFunction():
             if self.requires_grad:
@@ -272,8 +280,9 @@ class WholeCopy(torch.Tensor):
     For example, `parameter[0]` is such a view, so that `parameter[0].zero_()` under `no_grad` writes to the parameter.
 
     Attributes:
-        source: the sharded tensor and its copy. None if autograd recorded the function that returned the view. A write
-            to such a view raises RuntimeError, because it cannot be copied to the sharded tensor.
+        source: the CopySource, an object that contains the sharded tensor and its full copy, and copies what is written
+            to the full copy to the sharded tensor. None if autograd recorded the function that returned the view. A
+            write to such a view raises RuntimeError, because it cannot be copied to the sharded tensor.
     """
 
     source: CopySource | None = None
@@ -315,10 +324,15 @@ _OVERWRITES = frozenset(
 
 
 class CopySource:
-    """A sharded tensor, and a temporary full copy of it.
+    """A sharded tensor and a temporary full copy of it, with a method that copies writes back to the sharded tensor.
 
-    A view of the copy is a WholeCopy: if it is written, the copy is written back to the sharded tensor. Every rank
-    makes the same writes to its copy, so no communication is needed for this.
+    Created when a function of torch runs on the full copy while autograd does not record. If the function returns a
+    view of the copy, users get it as a WholeCopy, which calls `pass_on` when the view is written. Every rank makes the
+    same writes to its own copy, so `pass_on` does not communicate.
+
+    Args:
+        sharded: the sharded tensor.
+        copy: its full copy, in temporary memory on this rank.
     """
 
     def __init__(self, sharded: Any, copy: torch.Tensor) -> None:
@@ -330,15 +344,16 @@ class CopySource:
     def pass_on(self, view: torch.Tensor | None) -> str | None:
         """Copy this rank's elements of the full copy to the sharded tensor, after a view of the full copy was written.
 
-        If the sharded tensor has changed since the full copy was made, the copy is outdated. Then only the elements of
-        `view` are copied, because the write did not depend on the outdated values.
+        If the sharded tensor has not changed since the full copy was made, all elements are copied. If it has changed,
+        the full copy is outdated outside the written view. In this case, only the elements of `view` are copied.
 
         Args:
-            view: the view that was written, by a function such as `zero_`, which writes all elements of the view and
-                reads none. None if it was written by any other function.
+            view: the written view, if the function that wrote it sets all elements of the view and reads none, such as
+                `zero_`. None for any other function, because it may have computed values from outdated ones.
 
         Returns:
-            None, or the reason why nothing was copied: the sharded tensor has changed, and `view` is None.
+            None if elements were copied. Otherwise, the reason for the error that the caller raises: the sharded tensor
+            has changed, and `view` is None, so nothing was copied.
         """
         sharded, part = self._sharded, self._sharded.placement.cut(self._copy)
         sharded.settle()
@@ -767,10 +782,13 @@ class _Call:
 
 
 def barrier_outside(occasion: str) -> None:
-    """Wait until every rank calls this. Does nothing while a forward or backward runs.
+    """Wait until every rank calls this. Called before a collective operation that user code may start.
 
-    Collective: every rank must call it. If a rank does not, an error names that rank and `occasion`, instead of a
-    deadlock.
+    By mistake, user code may start the operation on some ranks only, for example under `if rank == 0`. If a rank does
+    not call this function, the waiting ranks raise an error that names that rank and `occasion`, instead of waiting
+    forever in the operation.
+
+    Collective: every rank must call it. Inside a forward or backward, and with only one rank, it returns immediately.
 
     occasion: the operation that the ranks are about to start, in words, for the error.
     """
@@ -786,9 +804,15 @@ SET_GRAD: Callable[[Any, Any], None] = getattr(torch.Tensor, "grad").__set__  # 
 class Address:
     """The result of `data_ptr()` of a sharded tensor, if there are several ranks.
 
-    It can be compared and hashed, so that code can look for tied tensors, but it is not a number. Arithmetic with it
-    raises RuntimeError: code that combines the address with `numel()`, the number of elements of the full tensor, would
-    access memory beyond this rank's elements.
+    Addresses can be compared and hashed, so that code can look for tied tensors. Two are equal if the tensors begin at
+    the same place of the same memory and are divided among the ranks by the same Placement object.
+
+    An Address is not a number, and arithmetic with it raises RuntimeError: code that combines an address with
+    `numel()`, the number of elements of the full tensor, would access memory beyond this rank's elements.
+
+    Args:
+        tensor: the sharded tensor. The caller must have disabled `__torch_function__` (see WithoutTorchFunction), so
+            that the constructor reads the properties of this rank's elements.
     """
 
     __slots__ = ("_key", "_told")

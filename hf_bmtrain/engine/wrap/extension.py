@@ -43,7 +43,10 @@ class Extension:
     """
 
     def admit(self, model: torch.nn.Module, late: bool) -> None:
-        """Raise ValueError, with the reason, if the model cannot be wrapped.
+        """Check whether the model can be wrapped with this extension. If not, raise ValueError with the reason.
+
+        `wrap` calls this first, before it chooses the blocks or changes the model. All ranks must come to the same
+        result.
 
         Args:
             model: the model to check.
@@ -89,7 +92,10 @@ class Extension:
         return set()
 
     def kind(self, parameter: torch.nn.Parameter) -> StorageKind | None:
-        """Return how to store a block's parameter (quantized, for example), or None to let other extensions decide."""
+        """Return how to store a parameter of a block (quantized, for example), or None to let other extensions decide.
+
+        `wrap` calls this for each parameter of a block when it shards the block, after `prepare`.
+        """
 
     def connect(self, plan: WrapPlan) -> None:
         """Make changes that need the sharded model, after the parameters of `plan.model` were sharded.
@@ -100,11 +106,16 @@ class Extension:
 
 
 def kind_of(extensions: list[Extension]) -> Any:
-    """Return a function that returns how to store a parameter of a block (quantized, for example).
+    """Combine the methods `kind` of all extensions into one function, which `shard_places` calls for each parameter.
 
-    The returned function takes a parameter. It calls the method `kind` of one extension after another, until a result
-    is not None, and returns this result, or None if there is none. `shard_places` uses it for each parameter that it
-    shards.
+    A StorageKind determines how a parameter is stored, for example quantized.
+
+    Args:
+        extensions: the extensions, in the order in which they are asked.
+
+    Returns:
+        A function that takes a parameter and returns its StorageKind: the first result of an extension that is not
+        None, or None if there is no such result.
     """
 
     def ask(parameter: torch.nn.Parameter) -> StorageKind | None:

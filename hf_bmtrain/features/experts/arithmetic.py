@@ -23,10 +23,15 @@ _VECTOR = 16  # bytes
 
 
 def serves(rows: Tensor, parts: int = 1) -> bool:
-    """Return whether the kernels can be used for `rows`, (rows, width), if they take each row as `parts` equal parts.
+    """Return whether this module's CUDA kernels can be called for the tensor `rows`. Otherwise, use torch's operators.
 
-    They need a GPU, a dtype of 16 or 32 bits, and parts of whole vectors of 16 bytes. Meta tensors stand for tensors on
-    a GPU, in predictions of memory.
+    The kernels need a GPU and a dtype of 16 or 32 bits. They read vectors of 16 bytes, so the size of a row, or of each
+    part of it, must be a multiple of 16 bytes. Meta tensors count as tensors on a GPU, because they replace these in
+    predictions of memory.
+
+    Args:
+        rows: (n, width), the tensor.
+        parts: the number of equal parts into which the kernel divides each row: 2 for `silu_gate`, otherwise 1.
     """
     if rows.device.type not in ("cuda", "meta") or rows.dtype not in C_NAMES:  # torch 2.6 cannot trace `is_cuda` here
         return False
@@ -86,12 +91,15 @@ def _operator(schema: str, fake: Callable[..., Any]) -> Callable[[Callable[..., 
     lambda rows, places, weights=None, dtype=None: rows.new_empty(places.shape[0], rows.shape[1], dtype=dtype),
 )
 def sum_rows(rows: Tensor, places: Tensor, weights: Tensor | None = None, dtype: torch.dtype | None = None) -> Tensor:
-    """Return the sum of each token's k rows, each multiplied by its weight. They are added in the order of `places`.
+    """Return, for each token, the sum of its k rows, each multiplied by a weight.
+
+    In a mixture of experts, these rows are the outputs of the token's k experts. Without weights, they are the
+    gradients of the token's k copies.
 
     Args:
-        rows: (tokens * k, width).
-        places: (tokens, k) int64, the indices of each token's rows.
-        weights: (tokens, k), or None for ones.
+        rows: (tokens * k, width), the rows of all tokens, in any order.
+        places: (tokens, k) int64, the indices of each token's rows in `rows`. The rows are added in this order.
+        weights: (tokens, k), the weights of these rows; None for ones.
         dtype: the dtype of the result: that of `rows`, the default, or, with weights, torch.float32.
 
     Returns:
@@ -120,8 +128,8 @@ def sum_rows_backward(dout: Tensor, rows: Tensor, weights: Tensor, order: Tensor
 
     Args:
         dout: (tokens, width), the gradient of the result, in the dtype of the result.
-        rows: (tokens * k, width).
-        weights: (tokens, k).
+        rows: (tokens * k, width), as passed to `sum_rows`.
+        weights: (tokens, k), the weight of each row, as passed to `sum_rows`.
         order: (tokens * k,) int64: for each row, the index of its weight in the flattened `weights`.
 
     Returns:
@@ -140,9 +148,16 @@ def sum_rows_backward(dout: Tensor, rows: Tensor, weights: Tensor, order: Tensor
 
 
 def silu_gate(x: Tensor) -> Tensor:
-    """Return silu(gate) * up, (rows, width). Each row of x, (rows, 2 * width), is a gate and after it an up.
+    """Return silu(gate) * up (SwiGLU). In each row of `x`, the first half is gate, and the second half is up.
 
-    In compiled code it consists of torch's operators, of which Inductor makes a kernel that is as fast.
+    This is the activation between the two products of an expert. On a GPU, a CUDA kernel computes it. In compiled code
+    and on the CPU, torch's operators do: Inductor makes a kernel of them that is as fast as the CUDA kernel.
+
+    Args:
+        x: (rows, 2 * width).
+
+    Returns:
+        (rows, width).
     """
     if torch.compiler.is_compiling() or not _on_gpu(x):
         gate, up = x.chunk(2, 1)

@@ -29,9 +29,12 @@ Factors = list[tuple[Tensor, Tensor, float]]
 
 
 class SortedExperts(OnlyWhileSharded):
-    """Base class that is added to the class of an existing module of experts, to give the module a faster forward.
+    """Base class of modules of experts with a faster forward than that of transformers.
 
-    Its `forward` runs `run_experts` instead of transformers' code in two cases: if LoRA adapters of its weights are
+    `sort_experts` gives an existing module this forward: it replaces the module's class by a subclass of SortedExperts
+    and of the module's own class.
+
+    The forward runs `run_experts` instead of transformers' code in two cases: if LoRA adapters of its weights are
     passed as the keyword argument `lora_factors`, or if gradients are enabled and transformers would run its
     implementation "grouped_mm" (`_replaces` has all conditions).
     """
@@ -44,9 +47,11 @@ class SortedExperts(OnlyWhileSharded):
 
 
 def can_sort(experts: Any) -> bool:
-    """Return whether `experts` is a module of several experts that transformers can run with its own "grouped_mm".
+    """Return whether `run_experts` can replace the forward of `experts`, a module of any class.
 
-    False if the module's class overrides transformers' forward, or if another function was registered as "grouped_mm".
+    It can if `experts` contains several experts, and its forward is that of transformers, which can run the
+    implementation "grouped_mm". It cannot if the module's class overrides this forward, or if the user has registered
+    another function as "grouped_mm" in transformers.
     """
     if not hasattr(experts, "_apply_gate") or not all(hasattr(experts, setting) for setting in _SETTINGS):
         return False
@@ -187,7 +192,7 @@ def _combined(factors: Factors, matrices: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class Spread(torch.autograd.Function):
-    """Differentiable x[order // k]: returns a copy of each token's row for each of its k experts, sorted by expert.
+    """Autograd function x[order // k]: returns a copy of each token's row for each of its k experts, sorted by expert.
 
     x: (tokens, width).
     order: (tokens * k,), the permutation that sorts the pairs (token, expert) by expert.
@@ -211,12 +216,13 @@ class Spread(torch.autograd.Function):
 
 
 class Combine(torch.autograd.Function):
-    """Differentiable sum of the k rows of each token, multiplied by the router's weights. Called after the experts.
+    """Autograd function that adds up the k rows of each token, multiplied by the router's weights.
 
-    `Spread` made the k rows of each token. The result has one row for each token, in the original order of tokens.
+    Called after the experts, with the k rows of each token that `Spread` made and the experts have processed. The
+    result has one row for each token, in the original order of tokens.
 
     y: (tokens * k, width), the outputs of the experts, sorted by expert.
-    weights: (tokens, k).
+    weights: (tokens, k), the router's weights of each token's experts.
     order: (tokens * k,), the permutation that sorts the pairs (token, expert) by expert.
     places: the inverse of `order`, with which the rows of a token are found. The backward needs no sort, unlike that of
         torch's indexing, because each row of y is used exactly once.
@@ -242,7 +248,10 @@ class Combine(torch.autograd.Function):
 
 
 class SiluGate(torch.autograd.Function):
-    """Differentiable silu(gate) * up of the rows of x, (rows, 2 * width): each is a gate and after it an up."""
+    """Autograd function silu(gate) * up (SwiGLU). In each row of x, the first half is gate, and the second half is up.
+
+    x: (rows, 2 * width). The result has shape (rows, width).
+    """
 
     @staticmethod
     def forward(ctx, x):
@@ -294,13 +303,13 @@ def _sum_of_each_token(rows: Tensor, places: Tensor, weights: Tensor | None = No
 
 
 class Biases(torch.autograd.Function):
-    """Differentiable bias[numbers]: returns the bias of each row's expert, for rows that are sorted by expert.
+    """Autograd function bias[numbers]: returns the bias of each row's expert, for rows that are sorted by expert.
 
     The backward sums the gradients of each expert's rows, as a grouped product with a matrix of ones.
 
     bias: (experts, width).
-    numbers: (rows,), the index of each row's expert, ascending.
-    ends: (experts,) int32, the end of each expert's rows, exclusive.
+    numbers: (rows,), the index of each row's expert, ascending. Used by the forward.
+    ends: (experts,) int32, the end of each expert's rows, exclusive. Used by the backward.
     """
 
     @staticmethod

@@ -75,7 +75,10 @@ def apply_float8(layers: dict[str, torch.nn.Module]) -> None:
 
 
 def is_conv1d(module: torch.nn.Module) -> bool:
-    """Return whether `module` is transformers' Conv1D: a linear layer with a weight of shape (inputs, outputs)."""
+    """Return whether `module` is transformers' Conv1D: a linear layer with a weight of shape (inputs, outputs).
+
+    Such layers can compute in float8, like torch.nn.Linear, whose weight has the shape (outputs, inputs).
+    """
     return type(module).__name__ == "Conv1D" and hasattr(module, "nf") and hasattr(module, "nx")
 
 

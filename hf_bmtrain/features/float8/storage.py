@@ -71,10 +71,12 @@ class Float8Requantizer:
 
     @torch.no_grad()
     def round(self, gathered: Float8Storage) -> None:
-        """Round the shard of `gathered` to float8, and with it all other shards that have changed.
+        """Round the shard of one storage to float8, and with it the shards of all other storages that have changed.
 
-        Called before the all-gather of `gathered`. Other shards are left out if their model was deleted, or if they are
-        updated asynchronously. Collective: every rank must call it.
+        Called before an all-gather, if the shard has changed since it was last rounded. Other shards are left out if
+        their model was deleted, or if an optimizer updates them asynchronously. Collective: every rank must call it.
+
+        gathered: the storage whose weights will be all-gathered next. Its shard is rounded in any case.
         """
         changed: list[Float8Storage] = []
         for reference, owners in self._storages:
@@ -108,8 +110,9 @@ class Float8Kind(StorageKind):
     def takes(self, small: Sequence[torch.nn.Parameter], own: Sequence[torch.nn.Parameter]) -> bool:
         """Return whether the norms and biases `small` are small enough to share the flat buffer of the weights `own`.
 
-        For each byte of `small`, `own` must have at least LEAST_WEIGHTS elements. The result does not depend on the
-        number of ranks.
+        Called when a block is sharded. In a shared buffer, the norms and biases need no all-gather of their own, but
+        each of their bytes takes as much space as one element of a weight. So for each byte of `small`, `own` must have
+        at least LEAST_WEIGHTS (32) elements. The result does not depend on the number of ranks.
 
         Args:
             small: full parameters, in any dtype.
@@ -187,10 +190,13 @@ class Float8Storage(Storage):
     def switch(self, requantizer: Float8Requantizer, owners: Iterable[object]) -> None:
         """All-gather the weights in float8 from now on. Collective: every rank must call it.
 
-        Call it while no forward is waiting for its backward. The weights are all-gathered immediately, to check that
-        they arrive correctly. A buffer that was resident (unsharded between steps) remains unsharded afterwards. If it
-        were resharded, a rank that runs the buffer's block next would all-gather the buffer, and would wait forever for
-        ranks that do not run this block.
+        `gather_float8` calls this once, when the layers that compute in float8 have been chosen and none of the layers
+        with weights in this buffer requires its own dtype. At this moment, no forward may be waiting for its backward.
+        The weights are all-gathered immediately, to check that they arrive correctly.
+
+        If the buffer is resident and unsharded, it remains unsharded. This is necessary if ranks run different blocks:
+        a rank that runs the block of a resharded buffer would all-gather the buffer, and would wait forever for ranks
+        that do not run the block.
 
         Args:
             requantizer: the object that rounds the shards of all storages of this class together.
@@ -318,7 +324,10 @@ class Float8Storage(Storage):
 
     @property
     def count(self) -> int:
-        """The number of weight tensors (not elements) in this buffer, not counting small parameters (norms, biases)."""
+        """The number k of weight tensors (not elements) in this buffer, not counting small parameters (norms, biases).
+
+        `measure` and `round` take tensors with one number for each of these weights.
+        """
         return len(self.buffer.full_params) - self._small
 
     @property
@@ -332,7 +341,11 @@ class Float8Storage(Storage):
     def measure(self, bits: torch.Tensor) -> None:
         """Write the absmax (largest magnitude) of this rank's part of each weight to `bits`, as float32 bit patterns.
 
-        bits: (k,) int32 for k weights. It must be zero before the call.
+        Float8Requantizer calls this first. By an all-reduce, it then computes the absmax of the full weights, from
+        which it derives their scales for `round`. As integers, the bit patterns have the same order as the magnitudes.
+
+        bits: (k,) int32, the output, for the k weights of the buffer. It must be zero before the call, and stays 0 for
+            a weight of which this rank stores no element.
         """
         measure_pieces(self.buffer.shard.data, self._pieces_here, bits)
 

@@ -43,7 +43,7 @@ class Gpu:
 
 @dataclass(frozen=True)
 class Facts:
-    """The facts about this machine and Python environment.
+    """The facts about this machine and Python environment that `python -m hf_bmtrain` prints.
 
     Attributes:
         packages: {package in PACKAGES: its version, None if it is not installed}.
@@ -73,7 +73,7 @@ class Facts:
 
 
 def find_facts() -> Facts:
-    """Collect the facts about this machine and this Python environment.
+    """Collect the facts about this machine and this Python environment that `python -m hf_bmtrain` prints.
 
     On a machine with GPUs, this imports CuPy and calls NCCL, to find out whether they can be used.
     """

@@ -16,10 +16,12 @@ from ...engine.blocks.sharded_module import OnlyWhileSharded, extend_class
 class UncountedWrapper(OnlyWhileSharded):
     """Mixin for PEFT's ParamWrapper, so that its forward does not count as a write to the wrapped parameter.
 
-    During the forward, PEFT registers a torch parametrization of the parameter. This writes the full parameter to
-    itself, which increases torch's counter of in-place writes, and replaces the entry in the module's `_parameters`.
-    The values do not change, but for a sharded parameter such a write is an error. So this class preserves the counter,
-    and restores the entry after the forward.
+    During the forward, PEFT registers a torch parametrization of the parameter, which has two effects:
+
+    * The full parameter is copied onto itself. No value changes, but torch's counter of in-place writes increases, and
+      for a sharded parameter a write in the forward is an error. So this class keeps the counter as it was.
+    * In `_parameters` of its module, the parameter is replaced. So this class puts the parameter back there after the
+      forward.
     """
 
     def _activate_lora(self, *args: Any, **kwargs: Any) -> AbstractContextManager[None]:

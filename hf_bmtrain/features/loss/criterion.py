@@ -51,7 +51,9 @@ class Criterion:
             expect_number("num_items_in_batch", self.num_items, wanted, lambda n: 0 <= n < math.inf)
 
     def indices(self, targets: Tensor, classes: int) -> Tensor:
-        """Check the targets, and return them as int64, because narrower dtypes may not contain `ignore_index`.
+        """Check the targets of a loss, and return them as int64. Called before the loss is computed.
+
+        Narrower integer dtypes are converted, because `ignore_index` may be a number that they cannot represent.
 
         Args:
             targets: a tensor of class indices of any integer dtype.

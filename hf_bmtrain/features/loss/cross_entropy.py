@@ -43,7 +43,9 @@ def rows_variant(dtype: torch.dtype, general: bool, weighted: bool, cluster: int
 
     One of its kernels computes the losses, the other also the gradient.
 
-    dtype, general, weighted: as in `gradient_variant`.
+    dtype: the dtype of the logits.
+    general: whether the kernels support label smoothing, class weights and a softcap.
+    weighted: whether there are class weights. If so, `general` must be True.
     cluster: the number of thread blocks that process a row together: 1, 2, 4 or 8.
     """
     macros = gradient_variant(dtype, general, weighted).macros
@@ -140,9 +142,12 @@ class CrossEntropy:
             )
 
     def count(self, targets: Tensor) -> Tensor:
-        """Return the divisor of a mean over rows, (1,) float32: how many targets are not ignored.
+        """Return the divisor of a mean of the rows' losses, if the user gives no divisor: a tensor (1,) float32.
 
-        With class weights, it is the sum of the weights of these targets.
+        Without class weights, it is the number of targets that are not ignored. With class weights, it is the sum of
+        the weights of these targets.
+
+        targets: int64, of any shape, the class of each row.
         """
         counted = targets != self.ignore_index
         if self.class_weight is not None:
@@ -151,6 +156,8 @@ class CrossEntropy:
 
     def losses(self, logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         """Return each row's loss and its logsumexp (`lses`), both (N,) float32.
+
+        The logsumexp is 0 for rows whose target is ignored or out of range.
 
         Args:
             logits: (N, V). Not modified.
@@ -166,7 +173,8 @@ class CrossEntropy:
     def losses_and_gradient_(self, logits: Tensor, targets: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
         """Return each row's loss and logsumexp, and overwrite the logits with the gradient of sum(scale * losses).
 
-        On a GPU, one kernel launch does both.
+        Both results are (N,) float32. The logsumexp is 0 for rows whose target is ignored or out of range. On a GPU,
+        one kernel launch computes the losses and the gradient.
 
         Args:
             logits: (N, V). Overwritten.
@@ -278,7 +286,8 @@ class CrossEntropy:
     def reference_losses(self, logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         """Return each row's loss and its logsumexp, both (N,) float32, computed with torch on any device.
 
-        `losses` and `losses_and_gradient_` call it for tensors that are not on a GPU.
+        The logsumexp is 0 for rows whose target is ignored or out of range. `losses` and `losses_and_gradient_` call
+        this method for tensors that are not on a GPU.
 
         Args:
             logits: (N, V). Not modified.

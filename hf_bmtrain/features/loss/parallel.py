@@ -49,10 +49,11 @@ def parallel_cross_entropy(
     label_smoothing: float,
     num_items: NumItems,
 ) -> Tensor:
-    """Return the reduced cross entropy of logits whose classes are split over a tensor-parallel group.
+    """Return the cross entropy of logits whose classes are split over a tensor-parallel group, reduced as requested.
 
-    Collective: every rank must call it. The ranks of a tensor-parallel group pass the same targets, each with the
-    logits of its own classes.
+    This is the implementation of `parallel_cross_entropy_func`, which does not reduce, and of FusedCrossEntropy with
+    `parallel=True`, which has the other settings. Collective: every rank must call it. The ranks of a tensor-parallel
+    group pass the same targets, each with the logits of its own classes.
 
     Args:
         logits: (..., classes / tp_size), the logits of this rank's classes.
@@ -60,11 +61,11 @@ def parallel_cross_entropy(
         ignore_index: targets with this value contribute neither to the loss nor to the gradient.
         reduction: "mean" over the targets that are not ignored, "sum", or "none".
         label_smoothing: the weight, in [0, 1], of the uniform distribution over all classes in each target.
-        num_items: the divisor of the mean. None divides by the number of targets that are not ignored. With reduction
-            "sum" or "none", it must be None.
+        num_items: the divisor of the mean, a number or a tensor of one element. None divides by the number of targets
+            in this call that are not ignored. With reduction "sum" or "none", it must be None.
 
     Returns:
-        float32: a scalar, or (...) with reduction "none".
+        float32, the same on all ranks of a group: a scalar or, with reduction "none", the loss of each row, (...).
     """
     how = criterion(None, ignore_index, reduction, label_smoothing, 0.0, 0.0, num_items)
     if targets.shape != logits.shape[:-1]:

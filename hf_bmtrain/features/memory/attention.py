@@ -163,10 +163,11 @@ class _Reuse(_Attention):
 
 
 def keep_attention() -> Contexts:
-    """Return two context managers, one for a block's forward and one for the recomputation of this forward.
+    """Return two context managers: one for a block's forward, one for the recomputation of this forward in backward.
 
-    In the first, the outputs of attention are kept. In the second, each call of attention returns the kept output
-    instead of computing it. Both share the list of kept outputs, so each forward needs its own pair.
+    Called before a forward whose recomputation shall not compute attention again. Under the first context manager, the
+    outputs of attention are kept. Under the second, each call of attention returns the kept output instead of computing
+    it. Both share the list of kept outputs, so each forward needs its own pair.
     """
     outputs: list[Any] = []
     return _Keep(outputs), _Reuse(outputs)

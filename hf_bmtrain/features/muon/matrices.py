@@ -75,14 +75,18 @@ class Matrix:
 
     @property
     def cost(self) -> int:
-        """The cost of orthogonalizing the matrix by the Newton–Schulz iteration, in arbitrary units."""
+        """The cost of orthogonalizing the matrix by the Newton–Schulz iteration, in arbitrary units.
+
+        `assign` and `rounds_of` use it to divide the work evenly.
+        """
         return math.prod(self.shape) * min(self.shape[-2:])
 
     @cached_property
     def counts(self) -> list[int]:
-        """The number of elements of the matrix that each rank stores, as a list in rank order.
+        """For each rank, the number of elements of the matrix that this rank stores.
 
-        The elements on one rank are consecutive, and are followed by those on the next rank.
+        In the flattened matrix, the elements of rank 0 come first, then those of rank 1, and so on. The numbers are the
+        sizes of the messages by which the owner of the matrix receives all elements, and returns the results.
         """
         return [max(0, stop - start) for start, stop in map(self._range, range(self._size))]
 
@@ -153,14 +157,19 @@ def assign(matrices: Sequence[Matrix], size: int) -> None:
 
 
 def rounds_of(matrices: Sequence[Matrix], size: int) -> list[list[Matrix]]:
-    """Divide matrices into rounds, for `size` ranks. The matrices of a round are sent to their owners together.
+    """Divide matrices into rounds, so that communication overlaps with computation in each optimizer step.
 
-    An owner is the rank that orthogonalizes a matrix. The work of each owner is divided evenly over the rounds, so that
-    a round takes all ranks about the same time. In a round, an owner gets about ROUND_ELEMENTS (2²⁴) elements or fewer.
+    The matrices of a round are sent together to their owners (the ranks that orthogonalize them). While the owners
+    orthogonalize the matrices of one round, those of the next round are sent, and the results of the previous round are
+    returned. The work of each owner is divided evenly over the rounds, so that a round takes all ranks about the same
+    time. In a round, an owner gets about ROUND_ELEMENTS (2²⁴) elements or fewer.
 
     Args:
         matrices: the matrices, whose `owner` is set (see `assign`).
         size: the number of ranks.
+
+    Returns:
+        The rounds, each a list of matrices. Every matrix is in one of them.
     """
     queues = [sorted((m for m in matrices if m.owner == rank), key=lambda m: -m.cost) for rank in range(size)]
     elements = max(sum(math.prod(matrix.shape) for matrix in queue) for queue in queues)

@@ -23,13 +23,14 @@ class DeviceUpdate:
 
     * An upload waits until the previous contents of its buffer, and the previous step's state of the same chunk, have
       been downloaded.
-    * An update waits for its upload, and for the work that was queued on the current stream when `carry` was called.
-      That work computes the gradients and the step's scalars (such as bias corrections), and reads the old weights.
+    * An update waits for its upload, and for the work that was queued on the current stream when the iterator of
+      `carry` was advanced for the first time. That work computes the gradients and the step's scalars (such as bias
+      corrections), and reads the old weights.
     * A download waits for its update.
 
-    Nothing makes the caller's stream wait for the updates, which read gradients and the step's scalars, and write
-    weights. Before the caller queues work that uses the weights, or overwrites gradients or scalars, it must make its
-    stream wait, by `wait()` of the events that `carry` yields, or of `updated`.
+    The caller's stream (the current stream) does not wait for the updates, which read gradients and the step's scalars,
+    and write weights. Before the caller queues work that uses the weights, or overwrites gradients or scalars, it must
+    make its stream wait, by `wait()` of the events that `carry` yields, or of `updated`.
 
     Attributes:
         updated: the event that completes when the last queued update is complete.
@@ -63,13 +64,14 @@ class DeviceUpdate:
         self.downloaded: Event = DONE
 
     def carry(self, chunks: Sequence[Chunk], update: Callable[[Part, StateTensors], object]) -> Iterator[Event]:
-        """Queue the updates of chunks (ranges of the optimizer state), one each time the returned iterator is advanced.
+        """Queue the updates of chunks (ranges of the optimizer state): a generator that queues one chunk per `next`.
 
         Args:
             chunks: the chunks to update, in this order.
-            update: called as `update(part, state)`, with the update stream current, for each Part of a chunk (the
-                elements of parameters that are updated together). `state` is the state of the whole chunk, in a device
-                buffer. The function must update, in place, the part's weights and the part's elements of `state`.
+            update: a function that updates one Part of a chunk (the elements of parameters that are updated together).
+                It is called as `update(part, state)` for each Part, with the update stream as the current stream.
+                `state` is the state of the whole chunk, in a device buffer. The function must update, in place, the
+                part's weights and the part's elements of `state`.
 
         Returns:
             An iterator over one event per chunk. The event completes when the chunk's weights are updated. Until then,

@@ -62,8 +62,13 @@ class Replay:
     def changes_buffers(self) -> bool | None:
         """Return whether forwards in the present mode (training or evaluation) change the layer's buffers.
 
-        A layer without buffers returns False. A layer with buffers returns None until its first forward in this mode
-        has run inside `record`, which observes what it changes.
+        A compiled block asks this before a forward that is to be recomputed. Its compiled graph may contain the
+        recomputation only if the result is False, because the graph would compute with the changed buffers. Otherwise,
+        torch's checkpoint recomputes the forward inside `restore`.
+
+        Returns:
+            False for a layer without buffers. For a layer with buffers, None until its first forward in this mode has
+            run inside `record`, which observes whether the forward changes them.
         """
         changing = self._changing.get(self._layer.training)
         return bool(changing) if changing is not None or not self._places else None
@@ -123,13 +128,14 @@ class Replay:
     def restore(self, snapshot: Snapshot) -> Iterator[None]:
         """Context manager for a recomputation: inside it, the layer has the state that a snapshot contains.
 
-        The state is the layer's buffers and attributes, the items of containers in attributes and arguments, and random
-        generators (see `Replay`). At the end of the context, the layer gets back the state that it had before.
+        The recomputation must run inside the context. The state is the layer's buffers and attributes, the items of
+        containers in attributes and arguments, and random generators (see `Replay`). At the end of the context, the
+        layer gets back the state that it had when the context began.
 
-        Only the tensors that are buffers are copied. Inside the context, the layer has new copies of the buffers that
-        its forwards change, so writes to them have no effect afterwards. For the tensors in attributes and containers,
-        only the references are exchanged. If such a tensor was modified in place after the forward began, the
-        recomputation reads the modified values. If the recomputation modifies it in place, the modification stays.
+        Buffers that forwards change get their saved values: inside the context, each of them is a new tensor, so writes
+        to it have no effect afterwards. Tensors in attributes and containers are the saved objects, not copies with
+        saved values. If such a tensor was modified in place after the forward began, the recomputation reads the
+        modified values. If the recomputation modifies it in place, the modification stays.
 
         torch's checkpoint ends a recomputation early by raising an exception. If this happens inside a TorchScript
         function, torch no longer recognizes the exception, so this context manager suppresses it.
@@ -188,7 +194,10 @@ class Snapshot:
 
     @classmethod
     def of(cls, model: torch.nn.Module, device: torch.device, arguments: Iterable[Any] = ()) -> Snapshot:
-        """Return a snapshot of all buffers, attributes and random generators of a model, which `restore` can restore.
+        """Save all buffers, attributes and random generators of a model before a forward that must leave no trace.
+
+        Examples are a forward that only measures, and the forwards of `check_parity`. After the forward, the method
+        `restore` of the returned snapshot undoes what the forward has changed.
 
         Args:
             model: the model.
@@ -210,9 +219,10 @@ class Snapshot:
 
     @torch.no_grad()
     def restore(self) -> None:
-        """Restore the state that `Snapshot.of` saved, for good: it cannot be undone, unlike `show`.
+        """Restore the state that `Snapshot.of` saved, after a forward that must leave no trace.
 
-        The model gets its original buffer tensors back, with their saved values.
+        Unlike `show`, this cannot be undone. The model gets its original buffer tensors back, with their saved values.
+        This object can be used again, after further forwards.
         """
         for (buffers, originals), (_, copies) in zip(self._originals, self.buffers):
             for name in buffers.keys() - originals.keys():
@@ -269,9 +279,14 @@ class Snapshot:
 
 
 class Contents:
-    """A saved copy of the items of all mutable containers (such as lists and dicts) in `values`, including nested ones.
+    """A saved copy of the items of mutable containers (such as lists, dicts and caches), which a forward may change.
 
-    Each container is copied shallowly: tensors and other items in the copy are the same objects.
+    `restore` puts the saved items back into the containers. Each container is copied shallowly: tensors and other items
+    in the copy are the same objects.
+
+    Args:
+        values: any objects, such as the arguments of a forward. The mutable containers among them, and those nested in
+            them or in tuples, are saved.
     """
 
     def __init__(self, values: Iterable[Any]) -> None:
@@ -296,7 +311,10 @@ class Contents:
 
     @property
     def containers(self) -> list[Any]:
-        """The mutable containers whose items were copied: the containers themselves, not their copies."""
+        """The mutable containers whose items were copied: the containers themselves, not their copies.
+
+        `Attributes` reads their present items, to find out whether any has been replaced since.
+        """
         return [container for container, _ in self._copies.values()]
 
     def restore(self) -> Contents:
@@ -445,7 +463,10 @@ class Generators:
         self._states = [(generator, read_state(generator)) for generator in generators]
 
     def moved(self) -> list[Any]:
-        """Return the generators whose state has changed since it was saved."""
+        """Return the generators that have been used since their state was saved, so that their state differs now.
+
+        Called after a layer's first forward: only these generators are saved in its later forwards.
+        """
         return [generator for generator, state in self._states if not equal_states(state, read_state(generator))]
 
     def restore(self) -> Generators:
@@ -469,8 +490,10 @@ class Generators:
 def keep_scripts() -> None:
     """Stop TorchScript from optimizing more functions in this thread. Functions that it has optimized stay optimized.
 
-    TorchScript optimizes a function at its second call. If this happened between a layer's forward and its
-    recomputation, autograd would save other tensors in the recomputation than in the forward.
+    Called before each forward that will be recomputed, and before each recomputation, because the setting holds for one
+    thread. TorchScript optimizes a function at its second call, which may be the recomputation of the first. Autograd
+    would save other tensors in an optimized recomputation than in the forward, and torch's checkpoint would mix them
+    up.
     """
     optimize_scripts(False)
 

@@ -11,14 +11,15 @@ from .plan import has_parts, has_plan
 
 
 class TensorParallel(Extension):
-    """Refuses models without layers to split, and arguments of `auto_wrap` that do not work with `tp_size`.
+    """The part of `auto_wrap` that checks whether a model, and the other arguments, can be combined with `tp_size`.
 
-    Extensions are objects whose methods `auto_wrap` calls while it wraps a model. With `tp_size`, this one also sets
-    `Schedule.collective_layers`, because layers then issue collectives in their forwards. A recomputation repeats these
-    collectives, so the ranks must recompute the same forwards.
+    If `init_distributed` got `tp_size`, `auto_wrap` raises ValueError for models without layers that can be split over
+    ranks, and for arguments that do not work with `tp_size`. This class also sets `Schedule.collective_layers`, because
+    the split layers issue collectives in their forwards. A recomputation repeats these collectives, so all ranks must
+    recompute the same forwards.
 
     Args:
-        options: the options of `auto_wrap`.
+        options: the arguments of the call of `auto_wrap`.
     """
 
     def __init__(self, options: Options) -> None:

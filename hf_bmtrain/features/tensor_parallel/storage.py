@@ -15,8 +15,9 @@ class WholeStorage(Storage):
     elements are stored unchanged, as in `Storage`, from which this class differs only in its attribute `kind`.
 
     Args:
-        kind: the StorageKind that made this storage. If a full copy of a parameter is sharded (for example, in a deep
-            copy of the model), the copy gets this kind too, so that its gradient is averaged over the same ranks.
+        kind: the StorageKind that made this storage. Copies of the full parameters (for example, in a deep copy of the
+            model) get this kind too when they are sharded, so that their gradients are averaged over the same ranks as
+            those of the originals.
     """
 
     def __init__(self, kind: StorageKind) -> None:
@@ -29,8 +30,9 @@ class PartStorage(WholeStorage):
     It stores the elements of this rank's part unchanged, and converts parts to and from whole tensors for checkpoints.
 
     Args:
-        kind: the StorageKind that made this storage. If a full copy of a parameter is sharded (for example, in a deep
-            copy of the model), the copy gets this kind too, so that it is sharded over the same ranks.
+        kind: the StorageKind that made this storage. Copies of the full parameters (for example, in a deep copy of the
+            model) get this kind too when they are sharded, so that they are sharded over the same ranks as the
+            originals.
         grid: the tensor-parallel groups. Each rank of a group has one part.
         dim: the dimension on which the whole tensors are split.
     """

@@ -146,10 +146,15 @@ class _GatherRows:
 
 
 def is_sft(trainer: transformers.Trainer, inputs: Any) -> bool:
-    """Return whether TRL's SFTTrainer computes the loss of `inputs`. It is then a mean over this rank's labels.
+    """Return whether the methods of TRL's own SFTTrainer compute the loss of a batch.
 
-    To exclude rows from such a loss, callers set their labels to -100. False if a subclass or a `compute_loss_func`
-    computes the loss, or if `inputs` has no labels.
+    Such a loss is a mean over this rank's labels that are not -100. So callers can exclude the rows that Accelerate has
+    repeated by setting their labels to -100. False if a subclass of SFTTrainer or a `compute_loss_func` computes the
+    loss, or if `inputs` has no labels.
+
+    Args:
+        trainer: the trainer.
+        inputs: the batch, {name of an argument of the model: value}.
     """
     methods = (type(trainer).compute_loss, type(trainer).prediction_step)
     own = all(method.__module__ == "trl.trainer.sft_trainer" for method in methods)
@@ -173,7 +178,17 @@ def _ignore_repeated(inputs: Any, kept: int) -> dict[str, Any]:
 
 
 def starts_of_rows(inputs: Any) -> torch.Tensor | None:
-    """Return the index of the first token of each row if a collator has concatenated the rows, otherwise None."""
+    """Return where each row begins if a collator has concatenated all rows of a batch into one long row.
+
+    Callers exclude rows that Accelerate has repeated from the loss, and must therefore find them in the long row.
+
+    Args:
+        inputs: the batch, {name of an argument of the model: value}.
+
+    Returns:
+        (rows,), the index of the first token of each row, where `position_ids` is 0. None if `inputs` is not such a
+        batch: labels or position_ids are missing, or are not both of shape (1, tokens).
+    """
     positions, labels = inputs.get("position_ids"), inputs.get("labels")
     if not isinstance(positions, torch.Tensor) or not isinstance(labels, torch.Tensor):
         return None
@@ -183,13 +198,14 @@ def starts_of_rows(inputs: Any) -> torch.Tensor | None:
 
 
 def ignore_after(inputs: Any, starts: torch.Tensor, kept: int) -> dict[str, Any]:
-    """Return `inputs`, in which all rows are concatenated, with the labels after the first `kept` rows set to -100.
+    """Return a copy of `inputs` in which the labels after the first `kept` rows are -100, so that losses ignore them.
 
-    Losses ignore these labels.
+    Called for the last batch, in which the rows after the first `kept` are repeated rows. All rows of the batch are
+    concatenated. The copy is shallow, except that its labels are a new tensor.
 
     Args:
-        inputs: the inputs of a forward, with labels (1, tokens).
-        starts: (rows,), the index of the first token of each row.
+        inputs: the batch, {name of an argument of the model: value}, with labels (1, tokens).
+        starts: (rows,), the index of the first token of each row (see `starts_of_rows`).
         kept: the number of rows whose labels are kept; not positive for none.
     """
     labels = inputs["labels"].clone()
@@ -342,8 +358,10 @@ def _pair(inputs: Any, row: int, size: int) -> dict[str, Any] | None:
 def computes_loss(trainer: transformers.Trainer) -> bool:
     """Return whether `trainer` computes losses by transformers' own methods, which also work for part of a batch.
 
-    Callers then remove repeated rows from a batch before its loss is computed. Methods of other classes may need full
-    batches. Also False for segmentation models, whose losses do not ignore labels of -100.
+    Accelerate fills up the last batch with repeated rows. If the result is True, callers may compute the loss of the
+    batch without these rows, or set their labels to -100. False if another class, such as a subclass of Trainer outside
+    transformers, computes losses, because it may need full batches. Also False for segmentation models, whose losses do
+    not ignore labels of -100.
     """
     if hasattr(getattr(trainer.model, "config", None), "semantic_loss_ignore_index"):
         return False  # the labels of repeated rows may be set to -100, which segmentation losses do not ignore
@@ -352,12 +370,15 @@ def computes_loss(trainer: transformers.Trainer) -> bool:
 
 
 def first_rows(inputs: Any, rows: int | None, kept: int) -> dict[str, Any] | None:
-    """Return `inputs` with only their first `kept` rows, or None if a tensor or list does not have `rows` rows.
+    """Return `inputs` with only their first `kept` rows, or None if a tensor, list or tuple does not have `rows` rows.
+
+    Called for the last batch, in which the other rows are repeated rows that must not count in the loss.
 
     Args:
-        inputs: the inputs of a forward. Values that are not tensors, lists or tuples stay as they are.
-        rows: the number of rows (the size of dimension 0) of `inputs`. If it is unknown, None, which no tensor or list
-            has.
+        inputs: the batch, {name of an argument of the model: value}. Values that are not tensors, lists or tuples stay
+            as they are.
+        rows: the number of rows (the size of dimension 0) that each tensor, list and tuple must have. None if it is
+            unknown: the result is then None, too, if there is any tensor, list or tuple.
         kept: the number of rows to keep.
     """
     found = {}

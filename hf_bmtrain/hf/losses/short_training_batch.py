@@ -47,13 +47,16 @@ class _Short:
 def follow_short_training_batch(trainer: transformers.Trainer) -> None:
     """Correct training on several ranks for the last batch of an epoch, if it has too few rows for all ranks.
 
-    Accelerate fills up such a batch with rows of the first batch, so that all ranks take the same number of steps.
-    These rows would count twice in the epoch. They are removed, so that the step is the same as in one process. A rank
-    that has only repeated rows keeps one of them, with weight 0, because every rank must run the model. If the rows
-    cannot be removed, rank 0 logs a warning with the reason.
+    Called when a trainer is created or its training begins. Further calls for the same trainer do nothing.
 
-    This function replaces three methods of `trainer`: `get_batch_samples`, `training_step`, and the method that counts
-    tokens.
+    Accelerate fills up such a batch with rows of the epoch's first batch, so that all ranks take the same number of
+    steps. These repeated rows would count twice in the epoch. During training, they are removed, so that the step is
+    the same as in one process. A rank whose rows are all repeated keeps one of them, with weight 0, because every rank
+    must run the model. If the repeated rows cannot be removed, rank 0 logs a warning with the reason.
+
+    Args:
+        trainer: the trainer. Three of its methods are replaced: `get_batch_samples`, `training_step`, and the method
+            that counts tokens.
     """
     world = current_world()
     if world.size == 1 or "get_batch_samples" in vars(trainer):

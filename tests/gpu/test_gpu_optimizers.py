@@ -208,8 +208,24 @@ def a_state_moves_between_devices():
         assert torch.equal(state["state"][0]["master"], master)
 
 
+def clipping_by_torch(dtype):
+    """Gradients of torch's clipping have the bits that it gives plain tensors, by one kernel for many of them."""
+    twin = Twin(dtype)
+    twin.backward(0)
+    gradients = [p.grad for p in twin.model.parameters()]
+    plain = [gradient.part.clone() for gradient in gradients]
+    factor = torch.tensor(0.3, device="cuda")
+    torch._foreach_mul_(plain, factor)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler, torch.no_grad():
+        torch._foreach_mul_(gradients, factor)
+        torch.cuda.synchronize()
+    assert all(torch.equal(gradient.part, expected) for gradient, expected in zip(gradients, plain))
+    kernels = [event.name for event in profiler.events() if event.device_type == torch.autograd.DeviceType.CUDA]
+    assert sum("multi_tensor_apply" in name for name in kernels) == 1 and len(kernels) <= 2, kernels
+
+
 CASES = [
-    *((twenty_steps, dtype) for dtype in DTYPES),
+    *((clipping_by_torch, dtype) for dtype in DTYPES), *((twenty_steps, dtype) for dtype in DTYPES),
     (a_tensor_lr_on_the_device,), (never_waits, None), (never_waits, 1024.0),
     (settings_travel_in_order,), *((overflow_is_skipped, dtype) for dtype in DTYPES),
     *((slice_norms, dtype) for dtype in DTYPES),

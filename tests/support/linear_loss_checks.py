@@ -180,6 +180,18 @@ def check_a_loss_scale_saves_small_gradients(device) -> None:
         assert error < 2**-7
 
 
+def check_padding_classes_have_no_gradient(device) -> None:
+    """The hidden states of a padding token may be inf: this concerns neither its own gradient nor other rows."""
+    hidden, weight, _, targets, _ = case(device)
+    rows = hidden.clone()
+    rows[0, 0] = float("inf")
+    assert targets[0, 0] == -100
+    expected, found = hidden.requires_grad_(), rows.requires_grad_()
+    for each in (expected, found):
+        linear_cross_entropy(each, weight, targets).backward()
+    torch.testing.assert_close(found.grad, expected.grad, rtol=0, atol=0)
+
+
 def check_no_uninitialized_memory_is_used(device) -> None:
     """What torch.empty returns is nan under deterministic algorithms; it must not reach the gradients."""
     hidden, weight, bias, targets, _ = case(device, torch.bfloat16)
@@ -222,6 +234,7 @@ class OnAnyDevice:
         "check",
         [
             check_misuse, check_autocast, check_weight_gradient_is_summed_in_float32,
+            check_padding_classes_have_no_gradient,
             *in_full(check_only_what_is_wanted, check_a_loss_scale_saves_small_gradients, check_layouts),
             *in_full(check_no_uninitialized_memory_is_used, check_wrong_inputs),
         ],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 import torch
 
@@ -21,15 +22,15 @@ def join_neighbours(tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
         Tensors that together have the elements of `tensors` and share their memory: a 1-D view in place of each run of
         adjacent tensors, and all other tensors unchanged.
     """
-    first = tensors[0]
-    size, dtype = first.element_size(), first.dtype
-    if len(tensors) < 2 or first.data_ptr() + first.numel() * size != tensors[1].data_ptr():
-        # The first two tensors are not adjacent, as is usual for optimizer state, which is allocated tensor by tensor.
+    # Optimizer state is allocated tensor by tensor, so it is usual that no tensors are adjacent. The first four tensors
+    # show it: of parameters, only the first one may be alone (an embedding, before the parameters of the first layer).
+    if not any(_follows(second, first) for first, second in pairwise(tensors[:4])):
         return tensors
     if not all(map(torch.Tensor.is_contiguous, tensors)):
         return tensors
     joined: list[torch.Tensor] = []
     run: list[torch.Tensor] = []
+    size, dtype = tensors[0].element_size(), tensors[0].dtype
     end = -1
     for each in tensors:
         start = each.data_ptr()
@@ -39,6 +40,11 @@ def join_neighbours(tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
         run.append(each)
         end = start + each.numel() * size
     return joined + _join(run)
+
+
+def _follows(tensor: torch.Tensor, before: torch.Tensor) -> bool:
+    """Return whether `tensor` begins where `before` ends in memory."""
+    return before.data_ptr() + before.numel() * before.element_size() == tensor.data_ptr()
 
 
 def _join(run: list[torch.Tensor]) -> list[torch.Tensor]:

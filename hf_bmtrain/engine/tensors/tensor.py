@@ -890,8 +890,9 @@ def _on_alike(func: Callable, name: str, args: tuple, kwargs: dict[str, Any]) ->
         each.settle()
     with WithoutTorchFunction():
         written = args[0]
-        if name.endswith("_") and all(isinstance(value, _NUMBERS) for value in (*args[1:], *kwargs.values())):
-            args = (join_neighbours(written), *args[1:])
+        if name.endswith("_") and not any(isinstance(value, (list, tuple)) for value in (*args[1:], *kwargs.values())):
+            joined = join_neighbours(written)
+            args = (joined, *(_same_dtype(value, joined) for value in args[1:]))
         result = func(*args, **kwargs)
         _count_writes(name, args)
         if not isinstance(result, (list, tuple)):
@@ -902,6 +903,23 @@ def _on_alike(func: Callable, name: str, args: tuple, kwargs: dict[str, Any]) ->
             each.__class__ = ShardTensor  # faster than `ShardTensor.of`, which would create another tensor
             each.placement = placement
         return result
+
+
+def _same_dtype(value: Any, tensors: Sequence[torch.Tensor]) -> Any:
+    """Return the second operand of a function such as `torch._foreach_mul_(tensors, value)` in the tensors' dtype.
+
+    For example, gradient clipping multiplies bfloat16 gradients by a float32 factor. On a GPU, torch rounds the factor
+    to bfloat16 in either case. But only if the dtypes are the same, one kernel multiplies many tensors. Otherwise each
+    tensor takes a kernel of its own, at a quarter of the speed.
+
+    value: a number, or a tensor of one element. Anything but a floating-point tensor on a GPU is returned unchanged.
+    tensors: the tensors that the function writes. If they differ in dtype, `value` is returned unchanged.
+    """
+    if not isinstance(value, torch.Tensor) or not value.is_cuda or not value.is_floating_point():
+        return value
+    dtype = tensors[0].dtype
+    alike = dtype.is_floating_point and all(each.dtype == dtype for each in tensors)
+    return value.to(dtype) if alike else value
 
 
 def _count_writes(name: str, args: Sequence[Any]) -> None:

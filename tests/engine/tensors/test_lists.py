@@ -7,6 +7,7 @@ import numpy
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import hf_bmtrain as bmt
 from cases import by_default, in_full, pairwise
@@ -133,6 +134,19 @@ def test_a_list_costs_one_call():
     assert counts[0] == counts[1], counts
 
 
+class Lists(TorchDispatchMode):
+    """Notes the lists of tensors that torch._foreach_mul_ writes."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.overloadpacket is torch.ops.aten._foreach_mul_:
+            self.seen.append(args[0])
+        return func(*args, **(kwargs or {}))
+
+
 @torch.no_grad()
 def neighbours_are_written_as_one():
     """Parameters of a buffer and their gradients, but not optimizer state, views, or neighbours by chance."""
@@ -141,14 +155,23 @@ def neighbours_are_written_as_one():
         sum(parameter.square().sum() for parameter in model.parameters()).backward()
     pieces = list(model.parameters())
     gradients, state = [piece.grad for piece in pieces], [torch.zeros_like(piece) for piece in pieces]
-    for tensors, most in ((pieces, 7), (gradients, 7), (state, 12), (gradients[::-1], 12), (pieces + gradients, 14)):
+    alone = torch.zeros_like(pieces[0])
+    for tensors, most in (
+        (pieces, 7), (gradients, 7), (state, 12), (gradients[::-1], 12), (pieces + gradients, 14),
+        ([alone, *gradients], 10),
+    ):  # fmt: skip
         before, versions = [each.part.clone() for each in tensors], [each._version for each in tensors]
         with WithoutTorchFunction():
             joined = join_neighbours(tensors)
             assert len(joined) <= most and sum(each.numel() for each in joined) == sum(each.numel() for each in before)
-        torch._foreach_mul_(tensors, 3.0)
-        for each, old, version in zip(tensors, before, versions):
-            assert torch.equal(each.part, 3.0 * old) and each._version > version
+        for factor in (3.0, torch.tensor(3.0)):  # weight decay, clipping
+            torch._foreach_mul_(tensors, factor)
+            for each, old, version in zip(tensors, before, versions):
+                assert torch.equal(each.part, 3.0 * old) and each._version > version
+            before = [each.part.clone() for each in tensors]
+            with Lists() as lists:
+                torch._foreach_mul_(tensors, factor / factor)
+            assert [*map(len, lists.seen)] == [len(joined)]
     memory = numpy.arange(6.0)
     apart = [torch.from_numpy(memory[start : start + 3]) for start in (0, 3)]
     doubles = torch.arange(2.0, dtype=torch.float64)

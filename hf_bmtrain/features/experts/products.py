@@ -29,13 +29,8 @@ def grouped_product(x: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
         (rows, N).
     """
     # Eager code calls torch's kernel directly. Compiled code calls the operator `_product_of_groups`, which calls the
-    # kernel: if Inductor saw the kernel itself, it might choose strides that the kernel refuses. is_compiling() tells
-    # the two cases apart, with one exception. `_backward`, the backward of the operator, calls this function. Up to
-    # torch 2.11, is_compiling() is False while torch.compile traces `_backward`, so a direct call of the kernel would
-    # be traced. Torch can trace the kernel only in bfloat16. So up to torch 2.11, all other dtypes use the operator,
-    # also in eager code.
-    traced = matrices.dtype == torch.bfloat16 or torch.__version__ >= "2.12"
-    if traced and not torch.compiler.is_compiling() and has_kernel(matrices):
+    # kernel: if Inductor saw the kernel itself, it might choose strides that the kernel refuses.
+    if not torch.compiler.is_compiling() and has_kernel(matrices):
         return _KERNEL(x, matrices, offs=ends)
     return _product_of_groups(x, matrices, ends)
 
@@ -121,7 +116,8 @@ def _keep(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor], output: Tensor) -> No
 
 def _backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
     x, matrices, ends = ctx.saved_tensors
-    dx = grouped_product(dy, matrices.transpose(1, 2), ends) if ctx.needs_input_grad[0] else None
+    # Not `grouped_product`: up to torch 2.11, is_compiling() is False while torch.compile traces this function.
+    dx = _product_of_groups(dy, matrices.transpose(1, 2), ends) if ctx.needs_input_grad[0] else None
     if not ctx.needs_input_grad[1]:
         return dx, None, None
     # If `matrices` is a transposed view, return a transposed view too. The viewed tensor's gradient is then contiguous.

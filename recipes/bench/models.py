@@ -87,7 +87,7 @@ def make_model(config: PreTrainedConfig, dtype: torch.dtype, device: torch.devic
     if is_classifier(config):
         kind = AutoModelForSequenceClassification
     with device:
-        model = kind.from_config(config, dtype=dtype, attn_implementation="sdpa")
+        model = kind.from_config(config, dtype=dtype)  # with SDPA, except models that transformers runs without it
     for name, parameter in model.named_parameters():
         fill(name, parameter)
     return model.train()

@@ -206,8 +206,8 @@ def deleting_older(new: Path) -> Iterator[None]:
         yield
     except Exception as error:
         _log.warning(
-            "the checkpoint %s is complete, but older checkpoints could not be searched for, and may still take space. "
-            "The next save tries again. The error was: %s: %s", new, type(error).__name__, error,
+            "the checkpoint %s is complete, but finding and deleting outdated checkpoints beside it failed, so they "
+            "may still take space. The next save tries again. The error was: %s: %s", new, type(error).__name__, error,
         )  # fmt: skip
 
 

@@ -113,7 +113,7 @@ class Manifest:
                     f"format {_FORMAT}. Load it with the version that saved it"
                 )
             if zlib.crc32(content.encode()) != outer["crc"]:
-                raise ValueError("the contents do not match the checksum in the file, so it was damaged or edited")
+                raise ValueError("the file does not match the checksum that it contains, so it was damaged or edited")
             fields: dict[str, Any] = json.loads(content)
             files = {name: [Checked(*map(int, chunk)) for chunk in all_] for name, all_ in fields.pop("files").items()}
             manifest = cls(**fields, files=files)

@@ -477,9 +477,11 @@ class Watch(Monitor):
         return ""
 
     def why_gone(self, rank: int) -> str:
-        """Return where a rank was last seen and how its process has ended, or "" if it runs or is on another host.
+        """Return a text that says how a rank's process has ended, or "" if it has not, or is on another host.
 
-        Any thread may call this method.
+        If the rank has reported how its program ended, the text says so, for example "rank 1 raised ValueError: ...".
+        Otherwise it gives the line of the program at which the rank was last seen: "rank 1 was last seen at train.py:41
+        (load); its process has ended without an exception ...". Any thread may call this method.
         """
         status = self._read(rank) if rank in self._board.neighbours else None
         return self._last_seen(rank, status) if status is not None and condition(status.pid) == "gone" else ""

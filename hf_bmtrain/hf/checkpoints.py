@@ -201,19 +201,24 @@ class TrainerCheckpoints:
     def load(self, folder: str | None) -> None:
         """Load the weights and optimizer state of the checkpoint from which Trainer resumes, if `save` wrote them.
 
-        Collective: every rank must call it. Parameters are loaded although Trainer has loaded them already, because
-        Trainer does not verify checksums. They remain as Trainer has loaded them in two cases: `save_pretrained` wrote
-        them (see `writes_own_weights`), or the user has replaced the checkpoint's weight files. Trainer's own files are
-        verified too, including files that Trainer loads later.
+        Called when training begins. Trainer has then already loaded the checkpoint's `optimizer.pt` into the optimizer.
+        This file does not contain the optimizer state. It contains only the parameter groups, and the id and folder of
+        the checkpoint, in whose other files the state is. This method removes the id and the folder from the optimizer,
+        and loads the state. Collective: every rank must call it.
+
+        Parameters are loaded although Trainer may have loaded them already, because Trainer does not verify checksums.
+        They remain as Trainer has loaded them in two cases: `save_pretrained` wrote them (see `writes_own_weights`), or
+        the user has replaced the checkpoint's weight files. Trainer's own files are verified too, including files that
+        Trainer loads later.
 
         Args:
             folder: the checkpoint from which Trainer resumes, or None if Trainer does not resume. With None, nothing is
-                loaded, with one exception: if the user's program itself has loaded the `optimizer.pt` of a checkpoint
-                into the optimizer, this checkpoint is loaded.
+                loaded, with one exception: if the user's program itself has called `optimizer.load_state_dict` with the
+                contents of an `optimizer.pt`, the checkpoint that this file names is loaded.
 
         Raises:
-            RuntimeError: on every rank, if the checkpoint is incomplete or damaged, or if its `optimizer.pt` was not
-                loaded or belongs to another checkpoint.
+            RuntimeError: on every rank, if the checkpoint is incomplete or damaged, if its `optimizer.pt` names another
+                checkpoint, or if it has optimizer state but Trainer did not load its `optimizer.pt`.
         """
         reference = self._optimizer.param_groups[0].pop(_REFERENCE, None)
         if reference is None:

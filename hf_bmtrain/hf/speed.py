@@ -137,9 +137,10 @@ class ParameterCount:
 
     Tied parameters count once. Weights that `tp_size` splits over ranks count in full.
 
-    Trainer calls this object in every step, for its total_flos. To save time, the result of one of these calls is also
-    the result of the next `KEPT` - 1. Only the call after them checks whether a module or parameter was added, removed
-    or replaced, and then counts again. Calls by other code always check this.
+    Trainer calls this object after each micro-batch, for its total_flos. Usually the result is always the same, but a
+    check that no module or parameter was added, removed or replaced takes time. So for Trainer, only every `KEPT`-th
+    call checks this, and counts again if necessary. The calls between return the last result. Calls by other code
+    always check.
 
     Args:
         model: the model. It is referenced weakly.
@@ -158,7 +159,9 @@ class ParameterCount:
         # For each parameter: (the parameter, its number of elements, whether only embedding modules contain it).
         self._numels: list[tuple[torch.nn.Parameter, int, bool]] = []
         self._totals = (0, 0)  # elements of all parameters, and without those that only embedding modules contain
-        self._answer, self._left = 0, 0  # the last count for Trainer, and how many more calls by Trainer return it
+        # The last count for Trainer, and how many more calls by Trainer return it without a check. Trainer calls after
+        # each micro-batch, and a check takes time. But the model may change, so the number of such calls is limited.
+        self._answer, self._left = 0, 0
 
     def __call__(self, only_trainable: bool = False, exclude_embeddings: bool = False) -> int:
         """Return the number of elements of the model's full parameters.

@@ -200,8 +200,8 @@ UNDELETED = {
     ),
     "the list": (
         lambda folder: on_the_folder("listdir", errno.ESTALE, folder),
-        "but older checkpoints could not be searched for, and may still take space. The next save tries again. The "
-        "error was: OSError",
+        "but finding and deleting outdated checkpoints beside it failed, so they may still take space. The next save "
+        "tries again. The error was: OSError",
     ),
     "a flush": (
         lambda folder: on_the_folder("fsync", errno.EIO, folder),

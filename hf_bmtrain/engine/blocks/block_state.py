@@ -240,8 +240,10 @@ class BlockState:
         if inside_hooks():
             _log_once(_WHOLE_FORWARD, "saved-tensor hooks, such as those of a checkpoint, are active around it")
             return None
-        # If it is not known yet whether forwards change buffers (None), let torch's checkpoint recompute this forward.
-        # `Replay.record` then finds out whether they do.
+        # `changes_buffers` says whether the layer's forward changes registered buffers of the layer, such as running
+        # means. Only if the result is False, the compiled graph may recompute the forward. If it is True or None (not
+        # known yet), torch's checkpoint recomputes this forward. The forward then runs inside `Replay.record`, which
+        # finds out whether buffers change.
         changes = self.replay.changes_buffers()
         if changes is not False:
             if changes:

@@ -134,7 +134,9 @@ class DistributedModule(ShardedModule):
         schedule = self._schedule
         if schedule.in_forward:
             return self._watched(function, args, kwargs)
-        if schedule.in_backward:  # activation checkpointing around this module recomputes its forward
+        if schedule.in_backward:
+            # In a backward, this call should be a recomputation, by activation checkpointing around this module. Raise
+            # an error if it is a new forward, whose gradients would be lost.
             self._refuse_new_forward()
             with uncached_autocast() or nullcontext(), schedule.inside:
                 return self._watched(function, args, kwargs)

@@ -110,7 +110,8 @@ class ObjectComm:
     def smallest(self, number: int, entry: int) -> int:
         """Return the smallest of the numbers that the ranks pass. Collective: every rank must call it.
 
-        Ranks that may enter different blocks agree with it on the next collective that all of them issue.
+        Used if ranks may enter different blocks, and so need different collectives next. Each rank passes the number of
+        the collective that it needs. All ranks then issue the collective whose number is returned.
 
         Args:
             number: this rank's number, a signed integer of 64 bits.

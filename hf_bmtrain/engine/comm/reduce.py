@@ -37,8 +37,10 @@ class PendingReduce:
         gradients: the gradients that are being reduced, referenced until `wait` so that they are not freed.
         memory: the flat tensor into which the gradients are copied, whose memory `wait` frees. None if they are not
             copied.
-        added: (mean, running sum, shard) if gradients are accumulated over several backwards: `wait` adds the mean to
-            the running sum and writes the sum to the shard. None if `wait` has nothing to add.
+        added: three tensors (n,), for `wait`, if gradients are accumulated over several backwards: this rank's part of
+            the gradient of this backward, averaged over the ranks; the running sum of such means; and the shard of the
+            flat gradient. `wait` adds the first to the second, and copies the sum to the third. None if nothing is
+            accumulated, or if the reduction itself adds the mean to the sum.
         squares: (k,) float64, for gradient norms, where k is the number of tensors in the flat buffer. For each tensor,
             the sum of squares of the elements that the reduction writes to this rank's shard. Read it after `wait`.
             None if the reduction does not compute it.
@@ -94,8 +96,10 @@ class Reducer(Protocol):
         Args:
             index: the index of the tensor in the layout.
             gradient: the gradient, in the tensor's full shape. The reducer may keep a reference and write to it.
-            destination: a function that returns the tensors (shard, total) with which `send` will be called. Only
-                reducers that copy the gradient at once call this function.
+            destination: a function that returns (shard, total), the arguments that `send` will get: the tensor for this
+                rank's part of the mean, and the running sum of gradient accumulation or None. Only a reducer that
+                copies the gradient in `collect` calls it. Without a running sum, it can copy the gradient to `shard`.
+                With one, it must copy the gradient to other memory, because `shard` contains earlier gradients.
         """
 
     def send(

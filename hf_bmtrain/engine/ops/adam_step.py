@@ -27,11 +27,11 @@ class Elements:
 
     Attributes:
         grad: (n,), the gradients, only read.
-        master: a Master, which contains three tensors (n,): the weights; their float32 masters (copies of full
-            precision that the optimizer updates), or None for float32 weights; and the second moment, or None if both
-            moments are stored in 8 bits.
-        exp_avg: the first moment, a tensor (n,); or, if both moments are stored in 8 bits, a Moments, which contains
-            both.
+        master: a Master, which contains up to three tensors (n,). `weight` is the weights. `stored` is the masters of
+            half-precision weights (copies of full precision that the optimizer updates), stored in float32 or as 16-bit
+            differences from the weights; None for float32 weights, which are their own masters. `exp_avg_sq` is the
+            second moment; None if both moments are stored in 8 bits.
+        exp_avg: the first moment, a tensor (n,). If both moments are stored in 8 bits, a Moments, which contains both.
         index_base: the position of element 0 among all elements of the model. Stochastic rounding computes an element's
             random bits from its position and the number of the step.
     """

@@ -186,21 +186,23 @@ def adam8_update(
 ) -> None:
     """Make one AdamW step on n adjacent elements, in place, like `adam_update` but with moments in 8 bits.
 
-    The weights are updated with the new moments in float32. These are rounded to 8 bits afterwards.
+    The step computes the new moments in float32, updates the masters with them, and then stores them in 8 bits. Only
+    the moments are rounded stochastically.
 
     Args:
         grad: (n,), only read: float32, or the dtype of `weight`. If `weight` is None: float32, float16 or bfloat16.
-        master: (n,), updated: the masters in float32, which are the parameter itself if `weight` is None; or, for
-            bfloat16 weights, int16 residuals (the differences between the bits of masters and weights, read as
-            integers). The largest residual, 32768, is stored as 32767, because int16 lacks 32768. With residuals,
-            `weight` is read too.
+        master: (n,), updated: the float32 masters, which are the parameter itself if `weight` is None. For bfloat16
+            weights, it may instead be int16 residuals. A residual is the difference between the bits of a master and
+            those of its weight in float32, both read as integers, so weight and residual together give the master. The
+            residual 32768, which int16 lacks, becomes 32767, and the master changes in its last bit.
         moments: the moments of these elements, updated.
-        weight: (n,) float16 or bfloat16, written with `master` rounded to nearest even; None if `master` is the weight.
+        weight: (n,) float16 or bfloat16, written with the new masters rounded to nearest even. With residuals, it is
+            read too. None if `master` is the weight.
         record: (12,) float32, the hyper-parameters and the skip flag, as computed by `adam_prepare` for these elements.
         index_base: the position of element 0 among all elements of the model. It and the number of the step determine
             the random bits of stochastic rounding.
-        coupled: whether to add l2 times the weight to the gradient (L2 regularization). If False, the l2 in `record`
-            must be 0.
+        coupled: whether to add the factor of L2 regularization, the field "l2" of `record`, times the master to the
+            gradient. If False, this field must be 0.
 
     Raises:
         ValueError: a tensor has another shape, dtype or device, or is not contiguous, or the combination of dtypes is

@@ -58,8 +58,9 @@ class Run:
     def owner(self) -> ShardedBuffer | torch.nn.Parameter:
         """The flat buffer that contains the parameters of this run; or the run's only parameter, if it is unsharded.
 
-        Several runs may have the same flat buffer. The result of `index_bases` and similar dicts have these objects as
-        keys.
+        Several runs may have the same flat buffer. Use the owner as the key of a dict that has one entry for all of
+        them. Such dicts are the result of `index_bases`, and in AdamOffloadOptimizer the gradients that an update reads
+        and the tickets (handles to wait for) of the updates.
         """
         return self.parameters[0] if self.buffer is None else self.buffer
 

@@ -245,8 +245,9 @@ class DistributedParameter(ShardBase, torch.nn.Parameter):
         A full copy is made when the parameter or its model is deep-copied, and when the parameter is sharded again.
         `mark` then gives this StorageKind to the copy.
 
-        * If tensor parallelism splits the parameter, or if `tp_mode` is True, it is the StorageKind of the parameter
-          itself, so that the copy is sharded over the same ranks.
+        * With tensor parallelism, it is the StorageKind of the parameter itself if the parameter is a part of a split
+          tensor, or was created with `tp_mode=True` (all ranks of a tensor-parallel group use it for the same rows of
+          the batch). The copy is then sharded, and its gradient averaged, over the same ranks.
         * Otherwise it is PLAIN, even if the parameter is quantized or all-gathered in 8 bits. How to store the copy is
           then chosen as for a new parameter.
         """

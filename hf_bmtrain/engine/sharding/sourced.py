@@ -97,16 +97,20 @@ class SourcedParameter(torch.nn.Parameter):
 
     @torch.no_grad()
     def move(self, part: torch.Tensor, start: int, communicator: Communicator) -> None:
-        """Copy this rank's elements of the parameter to its shard, and drop `values`.
+        """Copy the elements of the parameter that belong in this rank's shard to `part`, and set `values` to None.
 
-        Called when the parameter is sharded, for example by `auto_wrap`. Collective: every rank must call it. If the
-        values are in a memory-mapped file (`mapped`), each rank reads its elements from the file. Otherwise the ranks
-        all-gather their shares of the values, piece by piece, and each rank copies its own elements from the result.
+        Called when the parameter is sharded, for example by `auto_wrap`. Collective: every rank must call it.
+
+        * If `mapped` is True, the attribute `values` is a memory-mapped file with all elements, from which each rank
+          reads those of its shard.
+        * Otherwise `values` contains this rank's share, which is one of N equal parts of the elements, for N ranks. A
+          share is not a shard: the elements that belong in a rank's shard may be in any rank's share. So the ranks
+          all-gather their shares, piece by piece, and each rank copies the elements of its shard from the result.
 
         Args:
-            part: (n,), the memory in the shard for this rank's elements of the parameter. It is filled.
+            part: (n,), the place of this parameter in this rank's shard of the flat buffer. It is filled.
             start: the index of the first of these n elements in the flattened parameter.
-            communicator: the ranks that have the shares. `mapped` must be the same on all of them.
+            communicator: connects the ranks among which the values are divided. `mapped` must be the same on all ranks.
 
         Raises:
             RuntimeError: the values were dropped already, by an earlier call.

@@ -174,12 +174,15 @@ class Storage:
     def before_gather(self) -> None:
         """Fill the memory that the all-gather sends, for example with a quantized shard.
 
-        If `prepares` is True, each `ShardedBuffer.gather` and `take_part` calls it, even if no all-gather follows
-        because the full parameters are up to date. By default, it does nothing.
+        By default, this method does nothing. A class that overrides it sets the attribute `prepares` to True. Then
+        `ShardedBuffer.gather` calls it each time, even if the full parameters are up to date, so that no all-gather
+        follows. So does `ShardedBuffer.take_part`, by which a rank takes part in an all-gather that only other ranks
+        need.
 
-        An override may issue collectives only in its first call, and in the first call after each change of the shard
-        (compare the shard's version counter). Every rank makes these calls, because all ranks must then all-gather the
-        new values. At other times, some ranks may call it while others do not.
+        An override may issue collectives only in its very first call, and in the first call after each change of the
+        shard (compare the shard's version counter). All ranks make these calls, because each needs the new values to be
+        all-gathered. In every other call, an override must not issue collectives: this rank may make such a call while
+        other ranks make none.
         """
 
     def after_gather(self) -> None:

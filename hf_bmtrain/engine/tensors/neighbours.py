@@ -22,8 +22,10 @@ def join_neighbours(tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
         Tensors that together have the elements of `tensors` and share their memory: a 1-D view in place of each run of
         adjacent tensors, and all other tensors unchanged.
     """
-    # Optimizer state is allocated tensor by tensor, so it is usual that no tensors are adjacent. The first four tensors
-    # show it: of parameters, only the first one may be alone (an embedding, before the parameters of the first layer).
+    # Return early if no tensors are adjacent, and look only at the first four to find out. Torch's optimizers allocate
+    # the tensors of their state one by one, so none of them are adjacent. A model's parameters, or their gradients,
+    # usually begin with one or two embeddings, which may be apart. Those of the first layer, which are adjacent, follow
+    # them. So some pair among the first four is adjacent.
     if not any(_follows(second, first) for first, second in pairwise(tensors[:4])):
         return tensors
     if not all(map(torch.Tensor.is_contiguous, tensors)):

@@ -219,6 +219,10 @@ def round_pieces(x: Tensor, pieces: Pieces, bits: Tensor, out: Tensor) -> None:
 def scales_of(bits: Tensor) -> Tensor:
     """Return the float8 scales of n weight matrices, (n,) float32, from the largest magnitude in each matrix.
 
+    The scale is max(absmax, 1e-30) / 448. To quantize, elements are divided by the scale, so that the largest becomes
+    448, the largest number of float8_e4m3fn. To dequantize, float8 values are multiplied by it. The scale of a matrix
+    of zeros is 1e-30 / 448, so that nothing is divided by 0.
+
     bits: (n,) int32, the largest magnitude (absmax) of each matrix as the bit pattern of a float32.
     """
     absmax = bits.view(torch.float32).clamp(min=_LEAST)

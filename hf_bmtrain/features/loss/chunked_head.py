@@ -66,8 +66,10 @@ class ChunkedHead:
     computed in chunks of rows, so that the full logits are never in memory.
 
     The layer returns the placeholder only while the attribute `_bmt_armed` is True, which is during a training forward
-    with labels. Otherwise it returns logits. `_bmt_warned` says whether the warning that full logits are computed after
-    all was already logged, which is done only once.
+    with labels. Otherwise it returns logits.
+
+    A placeholder computes full logits if the model applies an operation to it that it does not support. The first time,
+    a warning is logged and the layer's attribute `_bmt_warned` is set to True, so that the warning is not repeated.
     """
 
     _bmt_armed: bool = False

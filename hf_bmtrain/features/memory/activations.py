@@ -215,9 +215,10 @@ class AutoCheckpoint(Recompute):
             return
         given = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         views = [view for buffer in self.block.buffers for view in buffer.storage.memory().gathered]
-        # SavedBytes does not count the tensors in `held`, because they are on the device anyway. With
-        # offload_activations, inputs that require a gradient are counted, because they are on the device only if the
-        # block keeps its activations. If it is recomputed, they are moved to the host.
+        # SavedBytes counts the bytes that the device needs only because the block keeps its activations. It does not
+        # count full parameters and inputs (`held` and `views`), which a recomputed block needs too. One exception: with
+        # offload_activations, the inputs of a recomputed block that require a gradient (usually the hidden states) wait
+        # for backward in host memory, so such inputs are counted.
         held = [tensor for tensor in given if self.block.inputs is None or not tensor.requires_grad]
         saved, meter = SavedBytes([*held, *views]), AttentionMeter()
         device = next((tensor.device for tensor in (*given, *views)), torch.device("cpu"))

@@ -170,9 +170,10 @@ class MeasuredInputs:
 class Meter:
     """Measures how much memory is free when a pass begins, and how much the pass takes at its peak.
 
-    A pass begins with the first training forward after a backward. The results are for planning which activations or
-    which unsharded parameters can stay in memory. Flat buffers that are resident (kept unsharded between steps) can be
-    resharded at any time, so their bytes count as free.
+    A pass consists of all training forwards between two backwards, and of the backward that follows them. (A forward
+    pass, `ForwardPass`, is something else: one call of the outermost module.) The results are for planning which
+    activations or which unsharded parameters can stay in memory. Flat buffers that are resident (kept unsharded between
+    steps) can be resharded at any time, so their bytes count as free.
 
     Attributes:
         memory: the argument `memory`.

@@ -26,8 +26,8 @@ _log = logging.getLogger("hf_bmtrain")
 class MlpChunks(Extension):
     """The part of `auto_wrap` that applies `mlp_chunks=N`: makes MLPs in blocks compute their tokens in N chunks.
 
-    This saves memory: the intermediate activations of one MLP at a time, which are most of the peak for long sequences,
-    take 1/N as much.
+    This saves memory. For long sequences, most of the memory at the peak is taken by the intermediate activations of
+    the MLP that is computing at that moment. With N chunks they take 1/N as much.
 
     Args:
         options: the arguments of the call of `auto_wrap`.

@@ -131,9 +131,15 @@ class MuonOptimizer(AdamOptimizer):
 
         Raises:
             TypeError: `param_group` is not a dict, or a setting has the wrong type.
-            ValueError: a setting is out of range, or "muon" is missing. Or the group has "muon": True, and a parameter
-                in it is not a matrix or a stack of matrices, or was split by tensor parallelism (`tp_size`), or the
-                group sets "hold_steps" above 0 or "decoupled" to False.
+            ValueError: in these cases:
+
+                * "muon" is missing, or is not True or False.
+                * A setting is out of range, or the group sets `maximize` or `amsgrad`.
+                * A parameter is not float32, float16 or bfloat16, or is already in another group.
+                * With "muon": False, "params" is missing.
+                * With "muon": True, a parameter is not a matrix or a stack of matrices, or was split by tensor
+                  parallelism (`tp_size`).
+                * With "muon": True, "hold_steps" is above 0, or "decoupled" is False.
 
         Example::
 

@@ -220,20 +220,25 @@ class AdamOffloadOptimizer(AdamOptimizer):
         this context. Do not use the weights between the backward and `step`, when only some of them are updated. The
         next forward waits for the whole update, because it begins with the first block, which is updated last.
 
-        Set lr and other settings before the backward. Do not clip, scale or change gradients, because some are used
-        during the backward already: `OptimManager.clip_grad_norm` raises RuntimeError, and so does `step` if a
-        gradient or setting has changed since, or if it gets a `grad_scale`. Steps cannot be skipped either: if a
-        gradient is inf or nan, the weights become inf or nan too, and OptimManager raises RuntimeError, at the latest
-        in its next `backward` or `step`.
+        Set lr and other settings before the backward. Do not clip, scale or change gradients after it, because most
+        were already used during the backward: `OptimManager.clip_grad_norm` raises RuntimeError. So does `step` if it
+        gets a `grad_scale`, or if a setting, or a gradient that was used, has changed since the backward. Steps cannot
+        be skipped either: if a gradient is inf or nan, the weights become inf or nan too, and OptimManager raises
+        RuntimeError, at the latest in its next `backward` or `step`.
 
         Some parameters are updated only by `step`:
 
         * parameters that are not sharded,
         * all parameters, in the first step of the optimizer, and in the first step after a state was loaded,
         * the parameters of a flat buffer (usually a block), if the set of those that have a gradient has changed since
-          the last step (the next step may then update all parameters), or if a `.grad` was replaced,
-        * all parameters of an uneven model (one of which ranks may enter different blocks), because a rank may still
-          need a block when others have reduced its gradient.
+          the last step,
+        * all parameters, in the step that follows a step in which such a set had changed and parameters of other flat
+          buffers were updated during the backward,
+        * the parameters of a flat buffer, if other code has replaced a `.grad` of them before their update, for example
+          a hook during the backward,
+        * all parameters of an uneven model (one of which ranks may enter different blocks). Its gradients are complete
+          only at the end of the backward: a rank may compute its gradients of a block after the block's gradients were
+          averaged over the ranks. They are then averaged again, and the second mean is added.
 
         If the backward raises an error, the updates that it has made remain, and the gradients that they used are
         dropped. Training can go on with the next batch.

@@ -72,9 +72,16 @@ class SharedRows:
     def follow(self, model: torch.nn.Module) -> None:
         """Register the hooks that run before and after the forward of `model`, the outermost module.
 
+        The hook before the forward checks the arguments, decides which tokens this rank processes, and replaces the
+        labels by those of these tokens. The hook after the forward averages the loss over the ranks of the group, and
+        gathers the outputs, such as the logits, for all tokens.
+
         Called by the constructor, and again when `auto_wrap` shards adapters that were added later. PEFT may by then
-        have wrapped the earlier model in `model`, so the hooks of the previous call are removed. This method also makes
-        `generate` of the model and its modules raise an error.
+        have put the model inside a PeftModel, which is the outermost module now. So the hooks of the previous call are
+        removed, and only `model` has them.
+
+        This method also makes `generate` of `model` and of all modules in it raise an error. Generation needs a cache
+        of the keys and values of all tokens, but each rank computes those of its own tokens only.
         """
         for handle in self._handles:
             handle.remove()
@@ -89,9 +96,13 @@ class SharedRows:
     def watch(self, layers: Sequence[torch.nn.Module], trunk: torch.nn.Module) -> None:
         """Register the hooks on blocks, which make this rank process only its part of each row's tokens.
 
-        Before each block, a hook selects this rank's tokens in the block's arguments. After `trunk`, a hook makes sure
-        that the returned hidden states have only this rank's tokens. If `trunk` reshapes the output of the last block
-        to the shape of its own input, which has all tokens, a third hook first pads that output with zeros.
+        Before each block, a hook selects this rank's tokens in the block's arguments. So the output of the last block,
+        and usually that of `trunk`, has only this rank's tokens.
+
+        The forward of some trunks, such as GPT-2's, ends by reshaping the output of the last block to the shape that
+        the input of the trunk has, with all tokens. For such a trunk, a hook after the last block pads the output with
+        zeros in the places of the other ranks' tokens. A hook after `trunk` removes these places again from the hidden
+        states that `trunk` returns.
 
         Args:
             layers: the blocks (transformer layers), in execution order.

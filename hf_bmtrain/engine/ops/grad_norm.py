@@ -157,10 +157,10 @@ def segmented_squared_norm(flat: torch.Tensor, segments: Segments) -> torch.Tens
             f"segments are on {begins.device}, but the tensor is on {flat.device}. Create the Segments with the device "
             "of the tensor."
         )
-    out = torch.zeros(len(segments), dtype=torch.float64, device=flat.device)
     pieces = begins.numel()
     if pieces == 0:
-        return out
+        return torch.zeros(len(segments), dtype=torch.float64, device=flat.device)
+    out = torch.empty(len(segments), dtype=torch.float64, device=flat.device)  # `_add_up` writes all elements
     partials = torch.empty(pieces, dtype=torch.float64, device=flat.device)
     kernel(variant(flat.dtype), "piece_squares", flat.device)(pieces, THREADS, flat, begins, lengths, partials)
     _add_up(partials, firsts, out)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import torch
 
@@ -50,43 +50,55 @@ class SegmentNorms:
 
         Collective if the norms are not cached.
         """
-        return self.all()[index]
+        return norms_of([self])[self][index]
 
-    def all(self) -> Sequence[torch.Tensor]:
-        """Return the 2-norm, over all ranks, of each tensor in the flat buffer; new float32 scalars.
-
-        Collective if the norms are not cached.
-        """
-        measure([self])
-        assert self._norms is not None
-        return self._norms.clone().unbind()
+    def __len__(self) -> int:
+        """Return the number of tensors in the flat buffer."""
+        return len(self._segments)
 
     def local_squares(self) -> torch.Tensor:
         """Return the sum of squares of this rank's elements of each tensor in the flat buffer. Not collective.
 
-        `measure` sums the results of all ranks to get the norms. The result is a float64 tensor (k,) for the k tensors.
+        `norms_of` adds up the results of all ranks. The result is a float64 tensor (k,) for the k tensors.
         """
         if self._squares is not None and self._measured == self._shard._version:
             return self._squares
         return segmented_squared_norm(self._shard, self._segments)
 
 
-def measure(norms: Iterable[SegmentNorms]) -> None:
+def norms_of(buffers: Sequence[SegmentNorms]) -> dict[SegmentNorms, Sequence[torch.Tensor]]:
+    """Return the 2-norms, over all ranks, of the tensors of several flat buffers. They are cached.
+
+    Collective if the norms of a buffer are not cached: there is one all-reduce for all of these buffers.
+
+    Args:
+        buffers: the SegmentNorms of each flat buffer, at least one, all with the same communicator.
+
+    Returns:
+        For each of `buffers`, the norm of each of its tensors, float32 scalars. They are new tensors, which the caller
+        may write to.
+    """
+    _measure([each for each in buffers if each._version != each._shard._version])
+    norms = torch.cat([each._norms for each in buffers if each._norms is not None])
+    return {each: part.unbind() for each, part in zip(buffers, norms.split([len(each) for each in buffers]))}
+
+
+def _measure(stale: Sequence[SegmentNorms]) -> None:
     """Compute and cache the 2-norms of the tensors of several flat buffers, with one all-reduce in total.
 
-    Buffers whose norms are cached already are skipped. Collective: every rank must call it.
+    Collective: every rank must call it, unless `stale` is empty.
 
-    norms: the SegmentNorms of each flat buffer, all with the same communicator.
+    stale: the SegmentNorms of each flat buffer, all with the same communicator.
     """
-    stale = [each for each in norms if each._version != each._shard._version]
     if not stale:
         return
     note_clipping(stale[0].communicator.collective_log)
     parts = [each.local_squares() for each in stale]
     squares = torch.cat(parts)
     stale[0].communicator.all_reduce(squares).wait()
-    for each, part in zip(stale, squares.split([len(part) for part in parts])):
-        each._norms = part.sqrt().float()
+    norms = squares.sqrt_().float()
+    for each, part in zip(stale, norms.split([len(part) for part in parts])):
+        each._norms = part
         each._version = each._shard._version
 
 

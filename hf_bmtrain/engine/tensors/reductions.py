@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from ..base.torch_internals import amp_found_inf_and_unscale_, foreach_norm
-from .norms import measure, note_clipping
+from .norms import norms_of, note_clipping
 
 
 def _is_local(value: Any) -> bool:
@@ -38,11 +38,9 @@ def _norms(pieces: Sequence[Any], order: Any) -> list[torch.Tensor]:
     found = [getattr(piece, "segment", None) if order == 2 else None for piece in pieces]
     segments = [None if segment is None else (segment[0](), segment[1]) for segment in found]
     # A gradient's attribute `segment` is (a function that returns the SegmentNorms of its flat buffer, its index in the
-    # buffer). In `segments`, the function has been replaced by its result. `measure` computes the norms of all tensors
-    # of these flat buffers with one all-reduce, and caches them. `all` then returns them from the cache.
-    measured = dict.fromkeys(segment[0] for segment in segments if segment is not None)
-    measure(measured)
-    norms = {each: each.all() for each in measured}
+    # buffer). In `segments`, the function has been replaced by its result.
+    buffers = dict.fromkeys(segment[0] for segment in segments if segment is not None)
+    norms = norms_of([*buffers]) if buffers else {}
     others = iter(_measured_now([p for p, segment in zip(pieces, segments) if segment is None], order))
     return [next(others) if segment is None else norms[segment[0]][segment[1]] for segment in segments]
 

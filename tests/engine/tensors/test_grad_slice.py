@@ -10,7 +10,7 @@ import hf_bmtrain as bmt
 from cases import in_full
 from hf_bmtrain.engine.ops.grad_norm import Segments
 from hf_bmtrain.engine.runtime.world import current_world, simulated
-from hf_bmtrain.engine.tensors.norms import SegmentNorms
+from hf_bmtrain.engine.tensors.norms import SegmentNorms, norms_of
 from ranks import on_ranks
 from twins import WIDTH, Tower, check_gradients, ids
 
@@ -141,3 +141,15 @@ def test_a_non_finite_element_makes_its_own_segment_non_finite():
     assert [norms[i].item() == norms[i].item() for i in range(4)] == [True, True, False, True]
     assert norms[1] == 0
     assert norms.communicator.all_reduce.call_count == 1
+
+
+def test_norms_of_several_buffers_are_new_tensors():
+    """One all-reduce for both, none once they are cached; who writes to a norm does not change the cached one."""
+    communicator = mock.Mock()
+    buffers = [SegmentNorms(torch.full((4,), value), Segments([0, 1, 4], "cpu"), communicator) for value in (1.0, 2.0)]
+    for _ in range(2):
+        found = [norm for part in norms_of(buffers).values() for norm in part]
+        torch.testing.assert_close(torch.stack(found), torch.tensor([1.0, 3.0, 4.0, 12.0]).sqrt())
+        for norm in found:
+            norm.zero_()
+    assert communicator.all_reduce.call_count == 1

@@ -892,7 +892,8 @@ def _on_alike(func: Callable, name: str, args: tuple, kwargs: dict[str, Any]) ->
         written = args[0]
         if name.endswith("_") and not any(isinstance(value, (list, tuple)) for value in (*args[1:], *kwargs.values())):
             joined = join_neighbours(written)
-            args = (joined, *(_same_dtype(value, joined) for value in args[1:]))
+            operands = [_same_dtype(value, joined) for value in args[1:]] if name in _WITH_TENSOR else args[1:]
+            args = (joined, *operands)
         result = func(*args, **kwargs)
         _count_writes(name, args)
         if not isinstance(result, (list, tuple)):
@@ -906,7 +907,7 @@ def _on_alike(func: Callable, name: str, args: tuple, kwargs: dict[str, Any]) ->
 
 
 def _same_dtype(value: Any, tensors: Sequence[torch.Tensor]) -> Any:
-    """Return the second operand of a function such as `torch._foreach_mul_(tensors, value)` in the tensors' dtype.
+    """Return the second operand of a function in _WITH_TENSOR, such as `torch._foreach_mul_`, in the tensors' dtype.
 
     For example, gradient clipping multiplies bfloat16 gradients by a float32 factor. On a GPU, torch rounds the factor
     to bfloat16 in either case. But only if the dtypes are the same, one kernel multiplies many tensors. Otherwise each
@@ -938,6 +939,8 @@ def _count_writes(name: str, args: Sequence[Any]) -> None:
 _ON_LISTS = {f"_fused_{optimizer}_" for optimizer in ("adagrad", "adam", "adamw", "sgd")}
 _ON_LISTS |= {f"_foreach_{name}{suffix}" for name in ELEMENT_WISE for suffix in ("", "_")}
 """Element-wise functions of torch that take lists of tensors."""
+_WITH_TENSOR = {"add_", "mul_", "div_"}
+"""In-place functions of lists whose second operand may be a tensor. All others read the number in such a tensor."""
 _NUMBERS = (int, float, complex)
 _PLACEMENT = operator.attrgetter("placement")
 

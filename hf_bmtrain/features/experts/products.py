@@ -29,8 +29,9 @@ def grouped_product(x: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
         (rows, N).
     """
     # Eager code calls torch's kernel directly. Compiled code calls the operator `_product_of_groups`, which calls the
-    # kernel: if Inductor saw the kernel itself, it might choose strides that the kernel refuses.
-    if not torch.compiler.is_compiling() and has_kernel(matrices):
+    # kernel: if Inductor saw the kernel itself, it might choose strides that the kernel refuses. Dtypes other than
+    # bfloat16 use the operator in eager code, too, because torch's kernel does not support them on meta tensors.
+    if matrices.dtype == torch.bfloat16 and not torch.compiler.is_compiling() and has_kernel(matrices):
         return _KERNEL(x, matrices, offs=ends)
     return _product_of_groups(x, matrices, ends)
 

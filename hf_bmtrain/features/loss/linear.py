@@ -133,15 +133,14 @@ class _Work:
             not need it. The gradients of weight and bias are float32.
         """
         with _full(weight) as full, _full(bias) as shift, torch.autocast(autocast_type(rows.device), enabled=False):
-            shift = None if shift is None else shift.to(self.dtype)
-            return self._chunks(rows.to(self.dtype), full.to(self.dtype), shift, targets, scale)
+            return self._chunks(rows.to(self.dtype), full, shift, targets, scale)
 
     def _chunks(self, rows, weight, bias, targets, scale) -> tuple[Tensor, Gradients]:
         """Compute the losses and the gradients that `run` returns, in chunks of rows, so that few logits are in memory.
 
         rows: (N, H) in `self.dtype`, the hidden states.
-        weight: (V, H) in `self.dtype`, full.
-        bias: (V,) in `self.dtype`, full, or None.
+        weight: (V, H), full.
+        bias: (V,), full, or None.
         targets: (N,) int64.
         scale: (1,) or (N,) float32, the factor of each row's loss. None computes no gradients.
         """
@@ -150,6 +149,7 @@ class _Work:
         losses = rows.new_empty(count, dtype=torch.float32)
         d_rows = rows.new_empty(rows.shape) if for_rows else None
         d_weight, d_bias = None, losses.new_zeros(classes) if for_bias else None
+        weight, bias = weight.to(self.dtype), None if bias is None else bias.to(self.dtype)
         # cuBLAS's products of 16-bit matrices take 6 times as long with 50,257 classes (GPT-2) as with 50,264, because
         # an odd dimension excludes its fast kernels. So compute with up to 7 more classes, whose weights are 0.
         more = -classes % 8

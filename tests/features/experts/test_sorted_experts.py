@@ -189,3 +189,12 @@ def test_compiled() -> None:
     found, expected = (run(layer, torch.bfloat16) for layer in layers)
     for name, wanted in expected.items():
         assert (found[name] - wanted).norm() <= 0.02 * wanted.norm(), name
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float16], ids=str)
+def test_products_on_the_meta_device(dtype) -> None:
+    """A prediction of memory runs forward and backward there. torch's own kernel refuses all but bfloat16."""
+    x, stack = (torch.empty(*shape, dtype=dtype, device="meta", requires_grad=True) for shape in [(9, 16), (4, 16, 8)])
+    y = products.grouped_product(x, stack, torch.empty(4, dtype=torch.int32, device="meta"))
+    y.backward(torch.empty_like(y))
+    assert y.shape == (9, 8) and x.grad.shape == x.shape and stack.grad.shape == stack.shape

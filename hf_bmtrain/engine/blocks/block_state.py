@@ -241,7 +241,7 @@ class BlockState:
             _log_once(_WHOLE_FORWARD, "saved-tensor hooks, such as those of a checkpoint, are active around it")
             return None
         # `changes_buffers` says whether the layer's forward changes registered buffers of the layer, such as running
-        # means. Only if the result is False, the compiled graph may recompute the forward. If it is True or None (not
+        # means. Only if the result is False may the compiled graph recompute the forward. If it is True or None (not
         # known yet), torch's checkpoint recomputes this forward. The forward then runs inside `Replay.record`, which
         # finds out whether buffers change.
         changes = self.replay.changes_buffers()

@@ -630,6 +630,7 @@ class Schedule:
             self._start(gradients)
 
     def _start(self, gradients: list[GradientBuffer], ahead: int = 0) -> None:
+        """Start the reductions of `gradients`, after waiting for earlier ones but those of the last `ahead` sends."""
         # `_receive` calls gradient hooks, which may be collective, so all ranks must receive a gradient at the same
         # point. If ranks may enter different blocks (`negotiated` is not None), they call `make_room` at different
         # points. So receive all gradients here, where the ranks are together, and leave none to `make_room`.

@@ -68,7 +68,7 @@ class ChunkedHead:
     The layer returns the placeholder only while the attribute `_bmt_armed` is True, which is during a training forward
     with labels. Otherwise it returns logits.
 
-    A placeholder computes full logits if the model applies an operation to it that it does not support. The first time,
+    If the model applies an unsupported operation to the returned object, the full logits are computed. The first time,
     a warning is logged and the layer's attribute `_bmt_warned` is set to True, so that the warning is not repeated.
     """
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ from ..engine.sharding.parameter import DistributedParameter
 from ..engine.wrap.extension import Extension
 from ..engine.wrap.wrap import wrap
 from .activations import OffloadActivations, input_store
+from .cuda_graphs import CudaGraphs, compile_forward
 from .experts import Experts
 from .float8 import Float8
 from .lora import Lora
@@ -44,6 +45,7 @@ def extensions_of(options: Options) -> list[Extension]:
     return [
         TensorParallel(options), SplitByPlan(options), Experts(), Lora(), Packed(options), Float8(options),
         Memory(options), SequenceParallel(options), OffloadActivations(options), MlpChunks(options),
+        CudaGraphs(),
     ]  # fmt: skip
 
 
@@ -55,7 +57,8 @@ class LayerFeatures:
 
     `check` raises ValueError unless `use_checkpoint` is a value that `auto_wrap` documents. `recompute` creates the
     policy that decides what to recompute. `replay` creates the object that restores buffers and random generators for a
-    recomputation. `inputs` creates a store that keeps block inputs in host memory, or returns None on the CPU.
+    recomputation. `compile` compiles the layer's forward, if requested with CUDA graphs. `inputs` creates a store that
+    keeps block inputs in host memory, or returns None on the CPU.
     """
 
     def check(self, use_checkpoint: object) -> None:
@@ -66,6 +69,9 @@ class LayerFeatures:
 
     def replay(self, layer: torch.nn.Module) -> Replay:
         return Replay(layer)
+
+    def compile(self, function: Callable, block: BlockState, options: dict[str, Any]) -> Callable:
+        return compile_forward(function, block, options, current_world())
 
     def inputs(self) -> InputStore | None:
         return input_store(current_world())
@@ -85,6 +91,7 @@ def auto_wrap(
     sequence_parallel: int = 1,
     offload_activations: bool = False,
     mlp_chunks: int = 1,
+    cuda_graphs: bool = False,
 ) -> torch.nn.Module:
     """Shard a model over all ranks, in place, and return it. Collective: every rank must call it.
 
@@ -127,6 +134,10 @@ def auto_wrap(
             copied while the GPU computes. This has no effect on the CPU.
         mlp_chunks: the number of chunks of tokens that the MLP of each block computes one after another. N chunks
             reduce the memory for its intermediate activations to 1/N.
+        cuda_graphs: whether compiled blocks are replayed as CUDA graphs, for layers in which the host needs longer than
+            the GPU: small models, adapters, experts. Needs `compile=True`. The full parameters of blocks, and the
+            activations, then keep their memory from step to step, and `keep_frozen="auto"` keeps all. Inputs should
+            have the same shapes in each step, because each shape is recorded. No effect on the CPU.
 
     Returns:
         `model`.
@@ -158,11 +169,12 @@ def auto_wrap(
         sequence_parallel=sequence_parallel,
         offload_activations=offload_activations,
         mlp_chunks=mlp_chunks,
+        cuda_graphs=cuda_graphs,
     )
     world.check_same_on_all_ranks("auto_wrap", options.facts())
     if weights is not None:
         fill_from(model, weights, world)
-    wrap(model, world, options.zero_level, use_checkpoint, compile, blocks, extensions_of(options))
+    wrap(model, world, options.zero_level, use_checkpoint, options.compile_options, blocks, extensions_of(options))
     return model
 
 

@@ -35,6 +35,7 @@ class Options:
     sequence_parallel: int = 1
     offload_activations: bool = False
     mlp_chunks: int = 1
+    cuda_graphs: bool = False
 
     def __post_init__(self) -> None:
         check_zero_level(self.zero_level)
@@ -61,10 +62,33 @@ class Options:
                 "offload_activations=True keeps inputs of recomputed blocks in host memory, but use_checkpoint=False "
                 "recomputes none of the blocks. Pass use_checkpoint=True or 'auto', or leave out offload_activations."
             )
+        expect_flag("cuda_graphs", self.cuda_graphs)
+        if self.cuda_graphs:
+            self._check_cuda_graphs()
         wanted = "at least 1 (the number of chunks into which the tokens of an MLP are divided)"
         expect_number("mlp_chunks", self.mlp_chunks, wanted, lambda chunks: chunks >= 1, integer=True)
         wanted = "at least 1 (the number of ranks over which each sequence is split)"
         expect_number("sequence_parallel", self.sequence_parallel, wanted, lambda ranks: ranks >= 1, integer=True)
+
+    def _check_cuda_graphs(self) -> None:
+        if self.compile not in (True, "inductor"):
+            raise ValueError(
+                "cuda_graphs=True records the graphs of compiled blocks, with the backend 'inductor', but compile is "
+                f"{self.compile!r}. Pass compile=True as well."
+            )
+        others = ("float8", "quantize_frozen", "offload_activations")
+        given = [f"{name}={getattr(self, name)!r}" for name in others if getattr(self, name)]
+        given += [f"sequence_parallel={self.sequence_parallel}"] if self.sequence_parallel != 1 else []
+        if given:
+            raise ValueError(f"cuda_graphs=True cannot be combined with {', '.join(given)}. Leave out one of them.")
+
+    @property
+    def compile_options(self) -> dict[str, Any] | None:
+        """The keyword arguments of torch.compile that `compile` and `cuda_graphs` stand for; None if not compiled."""
+        if self.compile is False:
+            return None
+        options: dict[str, Any] = {"backend": "inductor" if self.compile is True else self.compile}
+        return options | ({"mode": "reduce-overhead"} if self.cuda_graphs else {})
 
     def facts(self) -> dict[str, Any]:
         """Return {name: value} of all options. `auto_wrap` checks that this dict is the same on all ranks."""

@@ -19,6 +19,7 @@ class Cell:
     seq: int
     recompute: str
     compile: bool
+    cuda_graphs: bool
     offload: bool
     offload_activations: bool
     state_bits: int
@@ -44,7 +45,7 @@ class Cell:
         chosen = {
             gather: self.engine == "ours" and gather != "auto",
             f"shard-over={self.shard_over}": self.shard_over != "world", "tuned": self.tuned, "compiled": self.compile,
-            recompute: bool(recompute), "offload": self.offload,
+            "cuda-graphs": self.cuda_graphs, recompute: bool(recompute), "offload": self.offload,
             "offload-activations": self.offload_activations, f"mlp-chunks={self.mlp_chunks}": self.mlp_chunks > 1,
             f"state-bits={self.state_bits}": self.state_bits != 32, "linear-loss": self.linear_loss,
             f"float8={self.float8}": self.float8 != "none", self.quantize: self.quantize != "none",

@@ -80,6 +80,7 @@ def make_parser() -> argparse.ArgumentParser:
     add("--engine", choices=ENGINES, default="ours", help="what trains (%(default)s)")
     add("--recompute", choices=RECOMPUTE, default="none", help="layers to recompute (%(default)s)")
     add("--compile", action="store_true", help="torch.compile every layer")
+    add("--cuda-graphs", action="store_true", help="ours: replay compiled layers as CUDA graphs")
     add("--offload", action="store_true", help="optimizer state in host memory (fsdp2: the weights too)")
     add("--offload-activations", action="store_true", help="inputs of recomputed layers in host memory")
     add("--mlp-chunks", type=at_least(1), default=1, help="ours: chunks of tokens that an MLP computes (%(default)s)")

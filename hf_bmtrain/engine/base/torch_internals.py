@@ -172,6 +172,33 @@ def compile_reason(error: Exception) -> str:
     return " ".join(str(error).strip().split("\n")[:lines]) or type(error).__name__
 
 
+def mode_options(mode: str) -> dict[str, Any]:
+    """Return the options that a mode of torch.compile stands for, such as {"triton.cudagraphs": True}.
+
+    The function of torch is public, but its import takes a second, so it is imported only here.
+    """
+    from torch._inductor import list_mode_options
+
+    return list_mode_options(mode)
+
+
+def graph_outputs_in_use(device: torch.device) -> int:
+    """Return how many tensors are in use that CUDA graphs of compiled code have computed since the last marked step.
+
+    The graphs recorded by torch.compile (`mode="reduce-overhead"`) write their outputs to the same memory in each step.
+    A step is marked by `torch.compiler.cudagraph_mark_step_begin`. Torch overwrites the outputs of the step before
+    without a check, and has no public function to find out whether they are still in use.
+
+    device: the GPU.
+    """
+    from torch._inductor import cudagraph_trees  # imported only here, because the import takes a second
+
+    index = torch.cuda.current_device() if device.index is None else device.index
+    manager = cudagraph_trees.get_manager(index, create_if_none_exists=False)
+    node = None if manager is None else manager.current_node
+    return 0 if node is None else len(list(node.path_live_weakrefs()))
+
+
 def schema_of(operator: Any) -> Any:
     """Return the schema of an operator of torch.ops, for example to find out which arguments the operator writes.
 

@@ -76,31 +76,42 @@ class CheckpointBlock(ShardedModule):
     def _slots(self) -> list[Slot]:
         return self._bmt.slots
 
-    def compile(self, *args, **kwargs) -> None:
+    def compile(self, **kwargs) -> None:
         """Compile the layer's own forward in place with torch.compile, without the collectives around it.
 
         You need not call it if you pass `compile=True` to `auto_wrap`. Layers of the same class that differ only in
         their parameters share one graph, of which the parameters are inputs. A forward that was set on the instance is
         compiled for this layer alone.
 
+        With a mode or option of torch.compile that records CUDA graphs, such as `mode="reduce-overhead"`, this does the
+        same as `cuda_graphs=True` of `auto_wrap`.
+
         Args:
-            *args: passed to torch.compile.
             **kwargs: passed to torch.compile.
+
+        Raises:
+            ValueError: CUDA graphs are requested, but do not work with this block. The message says why.
         """
         state = self._bmt
         if not state.compiled:
             state.eager_forward = state.own_forward
+        make = current_world().layer_features.compile
         # A graph that contains the forward and its recomputation also contains a call of torch's checkpoint. With graph
         # breaks, this call would run uncompiled, so forbid them (fullgraph=True).
-        recomputed = functools.partial(torch.compile, *args, **{**kwargs, "fullgraph": True})
+        owner = weakref.ref(state)  # weak, because the RecomputedGraphs that calls `recomputed` belongs to the state
+
+        def recomputed(function: Callable) -> Callable:
+            block = owner()
+            assert block is not None
+            return make(function, block, {**kwargs, "fullgraph": True})
+
         if state.own_forward is not None:
             state.graphs = RecomputedGraphs(state.own_forward, None, recomputed)
-            state.own_forward = torch.compile(state.own_forward, *args, **kwargs)
+            state.own_forward = make(state.own_forward, state, kwargs)
         else:
             forward = type(self)._extends.forward
             state.graphs = RecomputedGraphs(forward, weakref.ref(self), recomputed)
-            compiled: Any = torch.compile(forward, *args, **kwargs)
-            state.own_forward = weak_method(types.MethodType(compiled, self))
+            state.own_forward = weak_method(types.MethodType(make(forward, state, kwargs), self))
         state.compiled = True
 
 

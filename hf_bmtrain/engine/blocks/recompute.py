@@ -203,6 +203,19 @@ class LayerFeatures(Protocol):
         """
         ...
 
+    def compile(self, function: Callable, block: BlockState, options: dict[str, Any]) -> Callable:
+        """Return `function` compiled by torch.compile, in a form that is right for the forward of a block.
+
+        Args:
+            function: the forward of the block's layer, or a function that runs it together with its recomputation.
+            block: the state of the block.
+            options: the keyword arguments of torch.compile.
+
+        Raises:
+            ValueError: the options cannot be used for this block.
+        """
+        ...
+
     def inputs(self) -> InputStore | None:
         """Return a new store in host memory for the inputs of one model's blocks, or None if the model is on the CPU.
 

@@ -22,7 +22,11 @@ class ResizableStorage:
     Attributes:
         tensor: (numel,), the tensor over the whole memory.
         allocated: whether the memory is allocated.
+        keeps_address: if True, `free` only ends the use of the memory, and `allocate` returns the same memory again.
+            CUDA graphs need this, because they read weights at the addresses that they were recorded with.
     """
+
+    keeps_address = False
 
     def __init__(self, numel: int, dtype: torch.dtype, device: torch.device, poison: bool) -> None:
         self.tensor = torch.empty(numel, dtype=dtype, device=device)
@@ -36,7 +40,8 @@ class ResizableStorage:
     def allocate(self) -> torch.Tensor:
         """Allocate the memory if it is not allocated, and return `tensor`. The values in new memory are undefined."""
         if not self.allocated:
-            self._storage.resize_(self._nbytes)
+            if self._storage.nbytes() != self._nbytes:  # otherwise `free` has kept the memory
+                self._storage.resize_(self._nbytes)
             self.allocated = True
             if self._poison is not None:
                 self.tensor.fill_(self._poison)
@@ -47,7 +52,8 @@ class ResizableStorage:
         if self.allocated and self._nbytes:
             if self._poison is not None:
                 self.tensor.fill_(self._poison)
-            self._storage.resize_(0)
+            if not self.keeps_address:
+                self._storage.resize_(0)
             self.allocated = False
 
     def view(self, start: int, shape: torch.Size) -> torch.Tensor:

@@ -71,6 +71,7 @@ class ShardedBuffer:
 
     shard: torch.Tensor
     _ticket: Ticket | None = None
+    _keeps_address = False
 
     def __init__(
         self,
@@ -128,6 +129,8 @@ class ShardedBuffer:
                 shard itself.
         """
         self._source, self._target = source, target
+        if target is not None:
+            target.keeps_address = self._keeps_address
         self._cut = self.layout.cut_ranges(self.rank) if cut is None else cut
         # Copies from other GPUs' memory are not collectives, so they are not recorded in the collective log.
         self._collective_log = self.communicator.collective_log if self._gather.is_collective(source) else None
@@ -194,6 +197,17 @@ class ShardedBuffer:
                 target.free()
                 raise
         self._state = State.GATHERING
+
+    def keep_address(self) -> None:
+        """Keep the memory of the full buffer when the buffer is resharded, so that its address never changes again.
+
+        CUDA graphs read the full parameters at the addresses that they were recorded with. `gather` still fills the
+        memory again after each `reshard`.
+        """
+        self._keeps_address = True
+        for memory in (self._target, self.storage.full):
+            if memory is not None:
+                memory.keeps_address = True
 
     @property
     def needs_collective(self) -> bool:

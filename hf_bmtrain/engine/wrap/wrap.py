@@ -29,7 +29,7 @@ def wrap(
     world: World,
     zero_level: int,
     use_checkpoint: object,
-    compile: bool | str,
+    compile: dict[str, Any] | None,
     blocks: Iterable[torch.nn.Module] | None,
     extensions: Sequence[Extension],
 ) -> None:
@@ -43,7 +43,7 @@ def wrap(
         zero_level: 3 frees the blocks' full parameters between forward and backward, and 2 keeps them.
         use_checkpoint: whether blocks recompute their forwards in backward: True, False, or another value that
             `auto_wrap` documents.
-        compile: whether to compile the blocks with torch.compile. A str names the backend.
+        compile: the keyword arguments of torch.compile, with which the blocks are compiled; None to not compile them.
         blocks: the modules to shard as blocks (transformer layers, for example), in execution order. None: the items of
             the model's outermost ModuleLists.
         extensions: objects that add features by changing how the model is wrapped, see `Extension`.
@@ -59,7 +59,7 @@ def wrap(
     if late:
         layers = [module for module in model.modules() if isinstance(module, CheckpointBlock)]
     root = _root(model, layers)
-    plan = WrapPlan(model, world, layers, root, shared_parameters(layers, root), bool(compile), late)
+    plan = WrapPlan(model, world, layers, root, shared_parameters(layers, root), compile is not None, late)
     if late:
         _shard_additions(plan)
     else:
@@ -170,7 +170,9 @@ def _shard_layers(plan: WrapPlan, zero_level: int, use_checkpoint: object, exten
         extend(layer, sharded, plan.world, use_checkpoint, zero_level)
 
 
-def _link(plan: WrapPlan, chains: list[Chain], lists: list[torch.nn.ModuleList], compile: bool | str) -> None:
+def _link(
+    plan: WrapPlan, chains: list[Chain], lists: list[torch.nn.ModuleList], compile: dict[str, Any] | None
+) -> None:
     """Link the blocks of each chain for prefetching, turn `lists` into TransformerBlockLists, and compile the blocks.
 
     Also turns off the model's own gradient checkpointing, because the blocks recompute their forwards themselves.
@@ -178,17 +180,17 @@ def _link(plan: WrapPlan, chains: list[Chain], lists: list[torch.nn.ModuleList],
     plan: the model and its blocks.
     chains: lists of blocks in execution order.
     lists: the ModuleLists that contain the blocks.
-    compile: whether to compile the blocks. A str names the backend.
+    compile: the keyword arguments of torch.compile, with which the blocks are compiled; None to not compile them.
     """
     for module_list in lists:
         if type(module_list) is torch.nn.ModuleList:  # a subclass would lose its own methods
             module_list.__class__ = TransformerBlockList
     for chain in chains:
         TransformerBlockList.link(chain)  # pyright: ignore[reportArgumentType]
-    if compile:
+    if compile is not None:
         layers: list[Any] = plan.layers
         for block in layers:
-            block.compile(backend="inductor" if compile is True else compile)
+            block.compile(**compile)
     route_recomputation(plan.model, plan.layers)
 
 

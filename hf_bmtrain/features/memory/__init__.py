@@ -196,7 +196,9 @@ class Memory(Extension):
         if plan.late:
             _extend_keep_frozen(plan.model, plan.world)
         else:
-            _apply_keep_frozen(plan.model, plan.world, self._options.keep_frozen)
+            graphs = self._options.cuda_graphs  # they keep the memory of blocks in any case
+            keep_frozen = True if graphs and self._options.keep_frozen == "auto" else self._options.keep_frozen
+            _apply_keep_frozen(plan.model, plan.world, keep_frozen)
 
 
 def _apply_keep_frozen(model: torch.nn.Module, world: World, keep_frozen: KeepFrozen) -> None:

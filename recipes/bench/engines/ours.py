@@ -30,6 +30,7 @@ def ours(cell: Cell, config, device: torch.device) -> Engine:
         sequence_parallel=cell.sequence_parallel,
         offload_activations=cell.offload_activations,
         mlp_chunks=cell.mlp_chunks,
+        cuda_graphs=cell.cuda_graphs,
     )
     if cell.linear_loss and not bmt.hf.fuse_causal_loss(model):
         raise ValueError(f"--linear-loss: {type(model).__name__} keeps its own loss, the log says why")

@@ -35,6 +35,7 @@ OPTIONS = {
         "sequence-parallel",
         "offload-activations",
         "mlp-chunks",
+        "cuda-graphs",
         "state-bits",
         "lora",
         "quantize nf4",
@@ -86,6 +87,7 @@ def check(cell: Cell) -> None:
         "sequence-parallel": cell.sequence_parallel > 1,
         "offload-activations": cell.offload_activations,
         "mlp-chunks": cell.mlp_chunks > 1,
+        "cuda-graphs": cell.cuda_graphs,
         "state-bits": cell.state_bits != 32,
         "lora": cell.lora > 0,
     }

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, PrinterCallback, Trainer, Trainin
 from bench.four_bit import four_bit
 from bench.models import fill, is_classifier, layers_of, make_config, make_model
 from bench.trainer.data import Sequences, make_tokenizer
-from bench.trainer.rows import BY_LAYER, FUSED, KEPT, LIGER, ROWS, Cell, Job, Row
+from bench.trainer.rows import BY_LAYER, FUSED, GRAPHS, KEPT, LIGER, ROWS, Cell, Job, Row
 from bench.trainer.step_clock import StepClock
 
 RENAMED = {"gradient_checkpointing": "activation_checkpointing"}
@@ -50,7 +50,7 @@ def our_trainer(cell: Cell, job: Job, row: Row, model, arguments, clock: StepClo
     if row.long:
         options |= {"offload_activations": True, "mlp_chunks": 8}
     model = bmt.auto_wrap(model, **options)
-    if cell.variant == FUSED and not bmt.hf.fuse_causal_loss(model):
+    if FUSED in cell.variant and not bmt.hf.fuse_causal_loss(model):
         raise ValueError(f"fuse_causal_loss: {type(model).__name__} keeps its own loss, the log says why")
     given: dict[str, Any] = {}
     told = "Trainer's AdamW"
@@ -62,7 +62,7 @@ def our_trainer(cell: Cell, job: Job, row: Row, model, arguments, clock: StepClo
         given["optimizers"] = (bmt.optim.AdamOptimizer(trained, lr=job.lr), None)
         told = "AdamOptimizer"
     trainer = assemble(row, job, model, arguments, [clock, bmt.hf.BMTrainCallback()], given)
-    return trainer, clock, ", ".join([f"auto_wrap({options})", told, *([FUSED] if cell.variant == FUSED else [])])
+    return trainer, clock, ", ".join([f"auto_wrap({options})", told, *([cell.variant] if cell.variant else [])])
 
 
 def mapped_bytes() -> int:
@@ -117,7 +117,8 @@ def training_arguments(cell: Cell, job: Job, folder: Path) -> TrainingArguments:
     given: dict[str, Any] = {
         "output_dir": str(folder), "max_steps": steps, "per_device_train_batch_size": job.batch,
         "learning_rate": job.lr, "bf16": row.bf16 and (row.adapters or cell.column != "ours"),
-        "torch_compile": row.compile, "use_cpu": not torch.cuda.is_available(), "seed": 0,
+        "torch_compile": row.compile, "torch_compile_mode": "reduce-overhead" if GRAPHS in cell.variant else None,
+        "use_cpu": not torch.cuda.is_available(), "seed": 0,
         "use_liger_kernel": cell.variant == LIGER,
         "logging_strategy": "no", "save_strategy": "no", "report_to": "none", "disable_tqdm": True,
     }  # fmt: skip

@@ -47,10 +47,10 @@ ROWS = {
 }
 COLUMNS = {"ours": "hf_bmtrain", "plain": "plain, 1 rank", "ddp": "DDP", "fsdp2": "FSDP2"}
 """In the order in which the cells of a row are measured."""
-FUSED, KEPT, BY_LAYER, LIGER = "fused loss", "kept", "by layer", "Liger"
+FUSED, KEPT, BY_LAYER, LIGER, GRAPHS = "fused loss", "kept", "by layer", "Liger", "CUDA graphs"
 """Variants: ours with `fuse_causal_loss`; FSDP2 that does not reshard after forward; Accelerate's regional compilation,
 without which torch_compile=True compiles the whole model; TrainingArguments(use_liger_kernel=True), which computes the
-loss without whole logits."""
+loss without whole logits; TrainingArguments(torch_compile_mode="reduce-overhead")."""
 
 
 @dataclass(frozen=True)
@@ -96,11 +96,13 @@ def variants(row: Row, column: str, which: str) -> list[str]:
     """Return the variants of a cell, of which the fastest counts. which: one of VARIANTS; "all" adds slower ones."""
     if column == "ours":
         found = [FUSED, *([LIGER] if which == "all" else [])] if row.long else ["", *([FUSED] if not row.sft else [])]
+        found += [GRAPHS, f"{FUSED}, {GRAPHS}"] if row.compile and not row.long else []
     elif column == "fsdp2":
         found = [BY_LAYER, f"{KEPT}, {BY_LAYER}"] if row.compile else ["", KEPT]
         found += ["", KEPT] if row.compile and which == "all" else []
     else:
         found = ["", *([BY_LAYER] if row.compile and which == "all" else []), *([LIGER] if row.long else [])]
+        found += [GRAPHS] if row.compile and not row.long else []
     return found[:1] if which == "first" else found
 
 

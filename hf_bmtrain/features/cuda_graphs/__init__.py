@@ -1,0 +1,189 @@
+"""`auto_wrap(compile=True, cuda_graphs=True)`: the forward and the backward of each block are replayed as CUDA graphs.
+
+A compiled layer of a small model, or one with adapters or experts, launches up to a hundred short kernels, for which
+the host needs longer than the GPU. torch.compile can record them (`mode="reduce-overhead"`) and launch them together.
+Gathers, reductions and all that happens between blocks run as before.
+
+torch.compile places the results of all graphs of a step in one memory pool, at the same addresses in each step. So this
+feature does what a program that uses the mode must do:
+
+* The full parameters of blocks keep their addresses, because a graph that is recorded again for new addresses costs
+  more than it saves. So the blocks also stay unsharded between forward and backward, and, if frozen, between steps.
+* `RecordedBlocks` tells torch when a step begins, so that it may reuse the pool, and raises an error if a result of the
+  step before is still in use.
+* The outputs of the last block are copied, because models return them.
+* Forwards without gradients run compiled, but without graphs: the lengths of evaluation and generation vary, and each
+  length would be recorded.
+"""
+
+from __future__ import annotations
+
+import functools
+import gc
+import logging
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from ...engine.base.torch_internals import graph_outputs_in_use, mode_options
+from ...engine.blocks.block_state import BlockState
+from ...engine.blocks.containers import copy_views
+from ...engine.blocks.observer import Observer
+from ...engine.runtime.world import World
+from ...engine.sharding.storage import Storage
+from ...engine.wrap.extension import Extension, WrapPlan
+
+_log_once = functools.cache(logging.getLogger("hf_bmtrain").info)
+
+
+class RecordedBlocks(Observer):
+    """The blocks whose compiled forwards and backwards are replayed as CUDA graphs, of all models of one world.
+
+    Args:
+        world: the ranks that train the models.
+
+    Attributes:
+        blocks: the states of the blocks.
+    """
+
+    def __init__(self, world: World) -> None:
+        self._schedule, self._device = world.schedule, world.device
+        self.blocks = weakref.WeakSet[BlockState]()
+        self._backwards = -1
+        self._forward: Callable[[], object] = lambda: None  # a weak reference to the last ForwardPass
+
+    def begin_call(self) -> None:
+        """Tell torch that a step begins, if the call of a block that is starting is the first one of a forward.
+
+        Torch then overwrites the results of the step before. Call this before each call of a block's graph. Does
+        nothing inside a backward, which may call a block to recompute it, and while earlier forwards wait for their
+        backward.
+
+        Raises:
+            RuntimeError: a result of the step before is still in use.
+        """
+        schedule = self._schedule
+        running, backwards = schedule.running, schedule.backwards
+        if (backwards == self._backwards and self._forward() is running) or schedule.in_backward:
+            return
+        self._backwards = backwards
+        self._forward = (lambda: None) if running is None else weakref.ref(running)
+        if self._in_use():
+            if any(block.pending for block in self.blocks):
+                return
+            gc.collect()  # the results may be in use only by garbage
+            if count := self._in_use():
+                raise RuntimeError(
+                    f"{count} tensors that blocks computed in the last step are still in use, and CUDA graphs would "
+                    "overwrite them in this step. They may be hidden states or router logits that the model has "
+                    "returned, tensors that a hook has stored, or a backward graph that is retained. Delete them "
+                    "before the next forward, for example with `del outputs`, and clone what you keep. Or train "
+                    "without CUDA graphs (cuda_graphs=False)."
+                )
+        torch.compiler.cudagraph_mark_step_begin()
+
+    def _in_use(self) -> int:
+        return 0 if self._device.type == "cpu" else graph_outputs_in_use(self._device)
+
+    def out_of_memory(self) -> str:
+        return (
+            f"The CUDA graphs of {len(self.blocks)} blocks keep the blocks' full parameters and the memory of their "
+            "activations, which other tensors cannot use. To save this memory, leave out cuda_graphs=True (in Trainer "
+            'torch_compile_mode="reduce-overhead"), or recompute the blocks (use_checkpoint=True).'
+        )
+
+
+def compile_forward(function: Callable, block: BlockState, options: dict[str, Any], world: World) -> Callable:
+    """Compile the forward of a block. If `options` request CUDA graphs, prepare the block for them.
+
+    Args:
+        function: the forward of the block's layer, or a function that runs it together with its recomputation.
+        block: the state of the block.
+        options: the keyword arguments of torch.compile.
+        world: the ranks that share the block's parameters.
+
+    Returns:
+        The compiled function. With CUDA graphs, it runs them only if gradients are enabled.
+
+    Raises:
+        ValueError: CUDA graphs are requested, but do not work with this block.
+    """
+    compiled = torch.compile(function, **options)
+    inductor = _inductor_options(**options)
+    if not inductor.get("triton.cudagraphs"):
+        return compiled
+    _refuse(block)
+    recorded = world.schedule.observer(RecordedBlocks)
+    if recorded is None:
+        recorded = RecordedBlocks(world)
+        world.schedule.observe(recorded)
+    recorded.blocks.add(block)
+    _keep_unsharded(block)
+    if world.rank == 0:
+        _log_once(
+            "CUDA graphs: the blocks' full parameters keep their memory from step to step (as with zero_level=2)"
+            if world.device.type != "cpu"
+            else "CUDA graphs have no effect on the CPU: compiled blocks run without them"
+        )
+    others = {key: value for key, value in options.items() if key not in ("mode", "options")}
+    unrecorded = torch.compile(function, **others, options={**inductor, "triton.cudagraphs": False})
+    owner = weakref.ref(block)  # weak, because the block owns the function that this returns
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        state = owner()
+        if state is None or not torch.is_grad_enabled():
+            return unrecorded(*args, **kwargs)
+        recorded.begin_call()
+        outputs = compiled(*args, **kwargs)
+        if state.next is not None:
+            return outputs
+        return copy_views(outputs, (), lambda _: True)  # the caller may keep them beyond the next step
+
+    return run
+
+
+def _inductor_options(backend: Any = "inductor", mode: str | None = None, options: Any = None, **_: Any) -> dict:
+    """Return the options of the backend "inductor" that these arguments of torch.compile select; {} for others."""
+    if backend != "inductor":
+        return {}
+    if mode is None or mode == "default":
+        return dict(options or {})
+    return mode_options(mode)
+
+
+def _refuse(block: BlockState) -> None:
+    """Raise ValueError if the block cannot be replayed as CUDA graphs."""
+    if any(type(buffer.storage) is not Storage for buffer in block.buffers):
+        reason = "weights are stored in another form (float8, or quantized), whose graphs would copy them in each step"
+    elif block.inputs is not None:
+        reason = "graphs could overwrite the inputs that offload_activations copies to host memory"
+    elif block.schedule.collective_layers:
+        reason = "layers communicate in their forwards (sequence_parallel, or tensor parallelism)"
+    else:
+        return
+    raise ValueError(
+        f"CUDA graphs (cuda_graphs=True, or mode='reduce-overhead' of torch.compile) cannot be used, because {reason}. "
+        "Compile the blocks without them."
+    )
+
+
+def _keep_unsharded(block: BlockState) -> None:
+    for buffer in block.buffers:
+        buffer.keep_address()
+        buffer.resident = True  # while its parameters are frozen
+    block.zero_level = 2  # the memory stays allocated, so an all-gather in backward would save nothing
+
+
+class CudaGraphs(Extension):
+    """The part of `auto_wrap` that prepares parameters for CUDA graphs that were added after the model was wrapped."""
+
+    def connect(self, plan: WrapPlan) -> None:
+        recorded = plan.world.schedule.observer(RecordedBlocks)
+        if recorded is None or not plan.late:
+            return
+        layers: list[Any] = plan.layers
+        for layer in layers:
+            if layer._bmt in recorded.blocks:
+                _keep_unsharded(layer._bmt)

@@ -1,0 +1,119 @@
+"""auto_wrap(cuda_graphs=True) on the CPU: results, addresses, when a step is marked, and what is refused.
+
+The graphs themselves are tested on GPUs, in tests/gpu/test_gpu_graphs.py.
+"""
+
+from unittest import mock
+
+import pytest
+import torch
+
+import hf_bmtrain as bmt
+from cases import full
+from graph_checks import beside_no_graphs, move
+from hf_bmtrain.features.cuda_graphs import RecordedBlocks
+from hf_bmtrain.features.options import Options
+from ranks import on_ranks
+from tiny_models import batch, build
+
+
+@full
+@on_ranks(2)
+def test_parity():
+    beside_no_graphs("llama", steps=3, evaluate=True)
+
+
+def uncompiled(function, **options):
+    """Stands in for torch.compile where the graphs themselves do not matter, because Inductor takes its time."""
+    return function
+
+
+@on_ranks(2)
+def test_addresses():
+    """Full parameters keep their memory, also those that are added later, and are gathered again in each step."""
+    with mock.patch.object(torch, "compile", uncompiled):
+        model = bmt.auto_wrap(build("llama").train(), compile=True, cuda_graphs=True)
+        layers = model.model.layers
+        layers[0].self_attn.q_proj.register_parameter("extra", torch.nn.Parameter(torch.ones(8)))
+        bmt.auto_wrap(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    buffers = [buffer for layer in layers for buffer in layer._bmt.buffers]
+    assert len(buffers) == len(layers) + 1
+    seen, others = [], []
+    for step in range(3):
+        model(**batch("llama", step)).loss.backward()
+        seen.append([buffer.storage.full.tensor.data_ptr() for buffer in buffers])
+        assert not any(buffer.is_unsharded for buffer in buffers)
+        optimizer.step()
+        optimizer.zero_grad()
+        others.append([torch.empty_like(buffer.storage.full.tensor) for buffer in buffers])  # would take freed memory
+    assert seen[0] == seen[1] == seen[2] and 0 not in seen[0]
+
+
+@on_ranks(1)
+def test_when_a_step_is_marked():
+    """Once for each forward, unless results are in use: then not before their backward, and never behind it."""
+    with mock.patch.object(torch, "compile", uncompiled):
+        model = bmt.auto_wrap(build("llama").train(), compile=True, cuda_graphs=True, use_checkpoint=False)
+    inputs, in_use = move(batch("llama", 0), bmt.current_world().device), mock.Mock(return_value=0)
+    with (
+        mock.patch.object(torch.compiler, "cudagraph_mark_step_begin") as marked,
+        mock.patch.object(RecordedBlocks, "_in_use", in_use),
+    ):
+        for count in (1, 2):
+            model(**inputs).loss.backward()
+            assert marked.call_count == count
+        model(**inputs)  # without a backward, and its results are freed
+        first = model(**inputs).loss
+        assert marked.call_count == 4
+        in_use.return_value = 5
+        second = model(**inputs).loss
+        assert marked.call_count == 4
+        (first + second).backward()
+        with torch.no_grad():
+            model(**inputs)
+        with pytest.raises(RuntimeError, match="5 tensors .* still in use"):
+            model(**inputs)
+        in_use.return_value = 0
+        model(**inputs).loss.backward()
+        assert marked.call_count == 5
+
+
+@on_ranks(1)
+def test_the_outputs_of_the_last_block_are_copied():
+    """Models return them; a graph would overwrite them in the next step."""
+    outputs = []
+
+    def remembering(function, **options):
+        return lambda *args, **kwargs: outputs.append(function(*args, **kwargs)) or outputs[-1]
+
+    with mock.patch.object(torch, "compile", remembering):
+        model = bmt.auto_wrap(build("llama").train(), compile=True, cuda_graphs=True, use_checkpoint=False)
+    seen = []
+    for layer in model.model.layers:
+        layer.register_forward_hook(lambda module, args, output: seen.append(output.data_ptr()))
+    model(**batch("llama", 0))
+    assert [output.data_ptr() for output in outputs[:-1]] == seen[:-1]
+    assert outputs[-1].data_ptr() != seen[-1]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"compile": False}, {"compile": "eager"}, {"float8": True}, {"quantize_frozen": "nf4"},
+        {"sequence_parallel": 2}, {"offload_activations": True},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_refused(options):
+    with pytest.raises(ValueError, match="cuda_graphs=True"):
+        Options(**{"zero_level": 3, "compile": True, "cuda_graphs": True, **options})
+
+
+@on_ranks(1)
+def test_refused_when_compiled_later():
+    """As Trainer does, with torch_compile_mode."""
+    model = bmt.auto_wrap(build("llama"), offload_activations=True)
+    model.model.layers[0]._bmt.inputs = mock.Mock()  # on the CPU, nothing is offloaded
+    with pytest.raises(ValueError, match="offload_activations"):
+        model.model.layers[0].compile(mode="reduce-overhead")

@@ -1,0 +1,60 @@
+"""Compiled blocks that are replayed as CUDA graphs, on one and two GPUs: equal to those that are launched."""
+
+import importlib.util
+
+import pytest
+
+from graph_checks import beside_no_graphs, dropout_changes, kept_outputs
+
+pytestmark = pytest.mark.gpu
+
+CASES = {
+    "recomputed": {"family": "llama"},
+    "kept": {"family": "llama", "use_checkpoint": False},
+    "attention": {"family": "gpt2", "use_checkpoint": "attention"},
+    "auto": {"family": "gpt2", "use_checkpoint": "auto"},
+    "level 2": {"family": "bert", "zero_level": 2},
+    "accumulated": {"family": "llama", "backwards": 3, "use_checkpoint": False},
+    "evaluated": {"family": "llama", "evaluate": True},
+    "experts": {"family": "mixtral", "use_checkpoint": False},
+    "experts, recomputed": {"family": "mixtral"},
+    "encoder and decoder": {"family": "t5"},
+    "adapters": {"family": "llama", "adapters": True},
+    "adapters on experts": {"family": "mixtral", "adapters": True, "use_checkpoint": False},
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_equal(gpus, case) -> None:
+    if CASES[case].get("adapters") and importlib.util.find_spec("peft") is None:
+        pytest.skip("peft is not installed")
+    for graphs, blocks in gpus(run, CASES[case]):
+        assert graphs == 2 * blocks, "not every forward and backward of a block was replayed"
+
+
+def run(options):
+    return beside_no_graphs(**options)
+
+
+def test_forwards_before_a_backward(gpus) -> None:
+    """The results of the first forward are not overwritten by the second."""
+    for graphs, blocks in gpus(run, {"family": "llama", "forwards": 2, "use_checkpoint": False}):
+        assert graphs == 4 * blocks
+
+
+def test_other_lengths(gpus) -> None:
+    gpus(run, {"family": "llama", "length": lengths, "steps": 10})
+
+
+def lengths(step):
+    return 7 + step % 2
+
+
+def test_dropout(gpus) -> None:
+    for losses, graphs in gpus(dropout_changes, "bert"):
+        assert graphs and len(set(losses)) == len(losses)
+
+
+def test_outputs_kept_beyond_a_step(gpus) -> None:
+    for same, refused, loss in gpus(kept_outputs):
+        assert same and "still in use" in refused and loss > 0

@@ -108,4 +108,4 @@ def kept_outputs():
     else:
         refused = ""
     del hidden
-    return same, refused, float(step(24).loss)
+    return same, refused

@@ -22,7 +22,7 @@ class DeviceMemory:
 
     def allocated(self) -> int:
         """Return the bytes that this process's tensors occupy now."""
-        return self._module.memory_allocated(self._device)
+        return self._current("allocated_bytes")
 
     def peak(self) -> int:
         """Return the largest number of bytes that this process's tensors have occupied at once since `reset_peak`."""
@@ -42,5 +42,10 @@ class DeviceMemory:
         """
         free, total = self._module.mem_get_info(self._device)
         allowed = int(total * self._module.get_per_process_memory_fraction(self._device))
-        most = min(free + self._module.memory_reserved(self._device), allowed)
+        most = min(free + self._current("reserved_bytes"), allowed)
         return most - max(_SMALLEST_RESERVE, total // 20)
+
+    def _current(self, name: str) -> int:
+        # `memory_allocated` and `memory_reserved` sort all statistics, which takes the host 0.2 ms in each step.
+        statistics = self._module.memory_stats_as_nested_dict(self._device)
+        return statistics[name]["all"]["current"] if statistics else 0

@@ -106,6 +106,7 @@ class BlockState:
             if recorded or (recorded is None and self.pending):
                 return self._recompute_for_others(layer_forward, args, kwargs)
         self.schedule.discard_failed_backward()
+        self.schedule.note_first(self)
         training = torch.is_grad_enabled()
         if training:
             self._recomputed = self.recompute.recomputes(args, kwargs, self.pending)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import inspect
 import re
-import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from typing import Any
@@ -140,8 +139,7 @@ class DistributedModule(ShardedModule):
             self._refuse_new_forward()
             with uncached_autocast() or nullcontext(), schedule.inside:
                 return self._watched(function, args, kwargs)
-        with uncached_autocast() or nullcontext(), schedule.forward(self._uneven) as forward_pass:
-            forward_pass.module = weakref.ref(self)
+        with uncached_autocast() or nullcontext(), schedule.forward(self._uneven, self) as forward_pass:
             try:
                 outputs = self._watched(function, args, kwargs)
                 if any(reader.unwatched for reader in forward_pass.readers):

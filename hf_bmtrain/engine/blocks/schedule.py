@@ -74,6 +74,9 @@ class ForwardPass:
         blocks: the blocks that this forward called and of which an output requires a gradient.
         token: the version counters of the flat buffers of root parameters at the end of the forward. None before it.
         module: a weak reference to the module that was called. None in a rehearsal.
+        expected: the block that this forward will probably call first, because the last one of the same module did. It
+            is prefetched with the first root parameters, and None from then on.
+        begun: whether the forward has called a block.
         negotiation: makes the ranks agree on each collective, if they may enter different blocks; otherwise None.
         entry: FORWARD, or EVALUATION if gradients are disabled. `negotiation` writes this constant to the collective
             log, the list of operations that the ranks compare.
@@ -86,6 +89,8 @@ class ForwardPass:
         self.blocks: set[Any] = set()
         self.token: list[int] | None = None
         self.module: weakref.ref[torch.nn.Module] | None = None
+        self.expected: BlockState | None = None
+        self.begun = False
         self._first_node = next_node()
 
     # -- forward ------------------------------------------------------------------------------------------------
@@ -230,6 +235,9 @@ class Schedule:
         self._passes: dict[int, list[ForwardPass]] = {}  # the forward passes that each backward has reached
         self._left_unsharded: weakref.ref[BlockState] | None = None  # weak, so that it keeps no model alive
         self._prefetched: weakref.ref[BlockState] | None = None
+        # The block that the last forward of each outermost module called first.
+        self._first_blocks: weakref.WeakKeyDictionary[torch.nn.Module, weakref.ref[BlockState]]
+        self._first_blocks = weakref.WeakKeyDictionary()
         # The gradients whose reductions were started and not yet waited for: one list for each call of `send`.
         self._pending: deque[list[GradientBuffer]] = deque()
         # The gradients for which it is still unknown whether another rank used parameters that this rank did not use.
@@ -332,9 +340,10 @@ class Schedule:
         return self._calibrates or self.in_backward
 
     @contextmanager
-    def forward(self, uneven: bool) -> Iterator[ForwardPass]:
+    def forward(self, uneven: bool, module: torch.nn.Module | None = None) -> Iterator[ForwardPass]:
         """Return a context for the outermost forward of a model. It yields the ForwardPass of this forward.
 
+        module: the module that was called. None in a rehearsal.
         uneven: whether the ranks may enter different blocks of the model. If so, the context is collective: at its end,
             each rank waits for the others.
         """
@@ -342,6 +351,11 @@ class Schedule:
         if uneven:
             self.shards.publish()
         begun = ForwardPass(self._enter_pass, self.negotiation if uneven else None)
+        if module is not None:
+            begun.module = weakref.ref(module)
+            first = self._first_blocks.get(module)
+            if first is not None and torch.is_grad_enabled() and not uneven:
+                begun.expected = first()
         outer, self.running = self.running, begun
         try:
             with self.inside:
@@ -439,6 +453,28 @@ class Schedule:
             uneven = any(each.negotiation is not None for passes in self._passes.values() for each in passes)
             return BACKWARD if uneven else None
         return None if self.running is None or self.running.negotiation is None else self.running.entry
+
+    def note_first(self, block: BlockState) -> None:
+        """Remember the first block that the running forward calls, to prefetch it in the next forward of its module."""
+        running = self.running
+        if running is not None and not running.begun:
+            running.begun, running.expected = True, None
+            if running.module is not None and (module := running.module()) is not None:
+                self._first_blocks[module] = weakref.ref(block)
+
+    def prefetch_expected(self) -> None:
+        """Start the all-gathers of the block that the running forward will probably call first.
+
+        Called when root parameters (those outside blocks) were gathered, such as those of the embedding, so that they
+        come first. Collective: every rank must call it. If the forward calls another block first, the prefetched one is
+        resharded then.
+        """
+        running = self.running
+        if running is None or (block := running.expected) is None:
+            return
+        running.expected = None
+        self.open_block(None, block)
+        self.gather(*block.buffers)
 
     def open_block(self, block: BlockState | None, prefetched: BlockState | None) -> None:
         """Reshard the blocks that earlier calls have kept unsharded, unless they are needed now.

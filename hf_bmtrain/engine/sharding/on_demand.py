@@ -118,6 +118,7 @@ class OnDemandGather:
         self._schedule.add_reader(self)
         self._buffer.gradient.free_if_unused()
         self._schedule.gather(self._buffer)
+        self._schedule.prefetch_expected()
         self._buffer.wait()
         self.unwatched |= not self._watched
         own, index = self._parameters.setdefault(reader, {}), sharded.index

@@ -108,8 +108,11 @@ class MemoryPlanner(Observer):
                 plan.begin_forward(shapes_of(args, kwargs))
             else:
                 plan.reshard()
-        if training and self._has_policies and self.world.schedule.collective_layers:
-            self.activations.begin_together(shapes_of(args, kwargs))
+        if training and self._has_policies:
+            if self.world.schedule.collective_layers:
+                self.activations.begin_together(shapes_of(args, kwargs))
+            else:
+                self.activations.begin_forward()  # before the first block is prefetched, which takes memory
 
     def finish_backward(self) -> None:
         """Store what was measured in the backward that is ending. The next plan of `activations` uses these values."""

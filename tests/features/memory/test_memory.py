@@ -105,7 +105,8 @@ def test_each_storage_once_and_nothing_kept_alive():
 def test_usable_memory_is_what_the_process_may_take(fraction, usable):
     """Of 80 GB 70 are free and 6 are held by the allocator; a reserve of 4 is left."""
     device = SimpleNamespace(
-        mem_get_info=lambda device: (70 * 10**9, 80 * 10**9), memory_reserved=lambda device: 6 * 10**9,
+        mem_get_info=lambda device: (70 * 10**9, 80 * 10**9),
+        memory_stats_as_nested_dict=lambda device: {"reserved_bytes": {"all": {"current": 6 * 10**9}}},
         get_per_process_memory_fraction=lambda device: fraction,
     )  # fmt: skip
     with mock.patch.object(torch, "get_device_module", return_value=device):

@@ -3,6 +3,7 @@
 import importlib.util
 
 import pytest
+import torch
 
 from graph_checks import beside_no_graphs, dropout_changes, kept_outputs
 
@@ -16,11 +17,11 @@ CASES = {
     "level 2": {"family": "bert", "zero_level": 2},
     "accumulated": {"family": "llama", "backwards": 3, "use_checkpoint": False},
     "evaluated": {"family": "llama", "evaluate": True},
-    "experts": {"family": "mixtral", "use_checkpoint": False},
-    "experts, recomputed": {"family": "mixtral"},
+    "experts": {"family": "mixtral", "use_checkpoint": False, "dtype": torch.bfloat16},
+    "experts, recomputed": {"family": "mixtral", "dtype": torch.bfloat16},
     "encoder and decoder": {"family": "t5"},
     "adapters": {"family": "llama", "adapters": True},
-    "adapters on experts": {"family": "mixtral", "adapters": True, "use_checkpoint": False},
+    "adapters on experts": {"family": "mixtral", "adapters": True, "use_checkpoint": False, "dtype": torch.bfloat16},
 }
 
 

@@ -11,10 +11,14 @@ from tiny_models import batch, build
 STEPS = 6  # one is run to warm up, one is recorded, and the others are replayed
 
 
-def train(family, steps=STEPS, prepare=None, forwards=1, backwards=1, length=lambda step: 7, evaluate=False, **options):
+def train(
+    family, steps=STEPS, prepare=None, forwards=1, backwards=1, length=lambda step: 7, evaluate=False,
+    dtype=torch.float32, **options,
+):  # fmt: skip
     """Losses and final weights. forwards: losses that one backward sums. backwards: accumulated before a step."""
     torch._dynamo.reset()
-    model = build(family)
+    model = build(family).to(dtype)
+    bmt.current_world().schedule.collective_layers = False  # an earlier test in this process may have set it
     model = bmt.auto_wrap((model if prepare is None else prepare(model)).train(), compile=True, **options)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer, device = torch.optim.SGD(trained, lr=0.1), bmt.current_world().device
@@ -26,12 +30,12 @@ def train(family, steps=STEPS, prepare=None, forwards=1, backwards=1, length=lam
                 seed = bmt.rank() + 10 * (forward + forwards * (backward + backwards * step))
                 total = total + model(**move(batch(family, seed, 2, length(step)), device)).loss
             total.backward()
-            losses.append(total.detach())
+            losses.append(total.detach().float())
         optimizer.step()
         optimizer.zero_grad()
         if evaluate:
             with torch.no_grad():
-                losses.append(model(**move(batch(family, step, 2, 5 + step), device)).loss)
+                losses.append(model(**move(batch(family, step, 2, 5 + step), device)).loss.float())
     weights = {name: parameter.gather().detach().cpu() for name, parameter in model.named_parameters()}
     return torch.stack(losses).cpu(), weights, model
 
@@ -48,8 +52,9 @@ def beside_no_graphs(family, **options):
     found = nodes(), sum(isinstance(module, CheckpointBlock) for module in model.modules())
     del model
     expected, others, _ = train(family, **options)
-    torch.testing.assert_close(losses, expected, rtol=1e-5, atol=1e-6)
-    torch.testing.assert_close(weights, others, rtol=1e-4, atol=1e-5)
+    rtol = 1e-5 if options.get("dtype") is None else 2e-2
+    torch.testing.assert_close(losses, expected, rtol=rtol, atol=rtol)
+    torch.testing.assert_close(weights, others, rtol=10 * rtol, atol=rtol)
     return found
 
 

@@ -187,7 +187,7 @@ def calls() -> Iterator[Call]:
         compile="flag text", blocks="nothing none empty", weights="choice none", keep_frozen="choice true",
         quantize_frozen="choice none", float8="choice true", keep="nothing empty",
         sequence_parallel="size huge", offload_activations="flag",
-        mlp_chunks="size huge",
+        mlp_chunks="size huge", cuda_graphs="flag",
     )  # fmt: skip
     yield Call(
         "gathered", lambda what, modify: enter(bmt.gathered(what, modify)),

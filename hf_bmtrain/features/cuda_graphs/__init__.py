@@ -160,7 +160,7 @@ def _refuse(block: BlockState) -> None:
     elif block.inputs is not None:
         reason = "graphs could overwrite the inputs that offload_activations copies to host memory"
     elif block.schedule.collective_layers:
-        reason = "layers communicate in their forwards (sequence_parallel, or tensor parallelism)"
+        reason = "a model of this process communicates inside layers (sequence_parallel, or tensor parallelism)"
     else:
         return
     raise ValueError(

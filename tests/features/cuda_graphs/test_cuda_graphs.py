@@ -28,11 +28,16 @@ def uncompiled(function, **options):
     return function
 
 
+def wrapped(**options):
+    bmt.current_world().schedule.collective_layers = False  # an earlier test in this process may have set it
+    return bmt.auto_wrap(build("llama").train(), compile=True, cuda_graphs=True, **options)
+
+
 @on_ranks(2)
 def test_addresses():
     """Full parameters keep their memory, also those that are added later, and are gathered again in each step."""
     with mock.patch.object(torch, "compile", uncompiled):
-        model = bmt.auto_wrap(build("llama").train(), compile=True, cuda_graphs=True)
+        model = wrapped()
         layers = model.model.layers
         layers[0].self_attn.q_proj.register_parameter("extra", torch.nn.Parameter(torch.ones(8)))
         bmt.auto_wrap(model)
@@ -54,7 +59,7 @@ def test_addresses():
 def test_when_a_step_is_marked():
     """Once for each forward, unless results are in use: then not before their backward, and never behind it."""
     with mock.patch.object(torch, "compile", uncompiled):
-        model = bmt.auto_wrap(build("llama").train(), compile=True, cuda_graphs=True, use_checkpoint=False)
+        model = wrapped(use_checkpoint=False)
     inputs, in_use = move(batch("llama", 0), bmt.current_world().device), mock.Mock(return_value=0)
     with (
         mock.patch.object(torch.compiler, "cudagraph_mark_step_begin") as marked,
@@ -88,7 +93,7 @@ def test_the_outputs_of_the_last_block_are_copied():
         return lambda *args, **kwargs: outputs.append(function(*args, **kwargs)) or outputs[-1]
 
     with mock.patch.object(torch, "compile", remembering):
-        model = bmt.auto_wrap(build("llama").train(), compile=True, cuda_graphs=True, use_checkpoint=False)
+        model = wrapped(use_checkpoint=False)
     seen = []
     for layer in model.model.layers:
         layer.register_forward_hook(lambda module, args, output: seen.append(output.data_ptr()))

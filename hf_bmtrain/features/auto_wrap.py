@@ -45,7 +45,7 @@ def extensions_of(options: Options) -> list[Extension]:
     return [
         TensorParallel(options), SplitByPlan(options), Experts(), Lora(), Packed(options), Float8(options),
         Memory(options), SequenceParallel(options), OffloadActivations(options), MlpChunks(options),
-        CudaGraphs(),
+        CudaGraphs(options),
     ]  # fmt: skip
 
 

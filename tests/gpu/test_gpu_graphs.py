@@ -6,8 +6,12 @@ import pytest
 import torch
 
 from graph_checks import beside_no_graphs, dropout_changes, kept_outputs
+from hf_bmtrain.engine.base.torch_internals import top_saved_tensors_hooks
 
-pytestmark = pytest.mark.gpu
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(top_saved_tensors_hooks is None, reason="torch 2.6 has no CUDA graphs of blocks"),
+]
 
 CASES = {
     "recomputed": {"family": "llama"},
@@ -18,7 +22,6 @@ CASES = {
     "accumulated": {"family": "llama", "backwards": 3, "use_checkpoint": False},
     "evaluated": {"family": "llama", "evaluate": True},
     "experts": {"family": "mixtral", "use_checkpoint": False, "dtype": torch.bfloat16},
-    "experts, recomputed": {"family": "mixtral", "dtype": torch.bfloat16},
     "encoder and decoder": {"family": "t5"},
     "adapters": {"family": "llama", "adapters": True},
     "adapters on experts": {"family": "mixtral", "adapters": True, "use_checkpoint": False, "dtype": torch.bfloat16},
@@ -36,6 +39,12 @@ def test_equal(gpus, case) -> None:
 
 def run(options):
     return beside_no_graphs(**options)
+
+
+def test_recomputed_by_a_checkpoint(gpus) -> None:
+    """Router logits leave the block on the side, so torch's checkpoint recomputes it, and no graphs are used."""
+    for graphs, _ in gpus(run, {"family": "mixtral", "dtype": torch.bfloat16}):
+        assert graphs == 0
 
 
 def test_forwards_before_a_backward(gpus) -> None:

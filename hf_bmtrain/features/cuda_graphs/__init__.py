@@ -13,7 +13,7 @@ feature does what a program that uses the mode must do:
   step before is still in use.
 * The outputs of the last block are copied, because models return them.
 * Forwards without gradients run compiled, but without graphs: the lengths of evaluation and generation vary, and each
-  length would be recorded.
+  length would be recorded. So do forwards under saved-tensor hooks, such as those of a checkpoint.
 """
 
 from __future__ import annotations
@@ -27,13 +27,19 @@ from typing import Any
 
 import torch
 
-from ...engine.base.torch_internals import graph_outputs_in_use, mode_options
+from ...engine.base.torch_internals import (
+    graph_outputs_in_use,
+    inside_hooks,
+    mode_options,
+    top_saved_tensors_hooks,
+)
 from ...engine.blocks.block_state import BlockState
 from ...engine.blocks.containers import copy_views
 from ...engine.blocks.observer import Observer
 from ...engine.runtime.world import World
 from ...engine.sharding.storage import Storage
 from ...engine.wrap.extension import Extension, WrapPlan
+from ..options import Options
 
 _log_once = functools.cache(logging.getLogger("hf_bmtrain").info)
 
@@ -105,15 +111,18 @@ def compile_forward(function: Callable, block: BlockState, options: dict[str, An
         world: the ranks that share the block's parameters.
 
     Returns:
-        The compiled function. With CUDA graphs, it runs them only if gradients are enabled.
+        The compiled function. With CUDA graphs, it runs them only if gradients are enabled and no saved-tensor hooks
+        are active.
 
     Raises:
         ValueError: CUDA graphs are requested, but do not work with this block.
+        RuntimeError: CUDA graphs are requested, and this is torch 2.6.
     """
     compiled = torch.compile(function, **options)
     inductor = _inductor_options(**options)
     if not inductor.get("triton.cudagraphs"):
         return compiled
+    _check_torch()
     _refuse(block)
     recorded = world.schedule.observer(RecordedBlocks)
     if recorded is None:
@@ -135,6 +144,12 @@ def compile_forward(function: Callable, block: BlockState, options: dict[str, An
         state = owner()
         if state is None or not torch.is_grad_enabled():
             return unrecorded(*args, **kwargs)
+        if inside_hooks():
+            _log_once(
+                "CUDA graphs are not used where torch's checkpoint recomputes a block, or other saved-tensor hooks are "
+                "active, because these decide how long the results of the graphs would be in use"
+            )
+            return unrecorded(*args, **kwargs)
         recorded.begin_call()
         outputs = compiled(*args, **kwargs)
         if state.next is not None:
@@ -151,6 +166,14 @@ def _inductor_options(backend: Any = "inductor", mode: str | None = None, option
     if mode is None or mode == "default":
         return dict(options or {})
     return mode_options(mode)
+
+
+def _check_torch() -> None:
+    if top_saved_tensors_hooks is None:
+        raise RuntimeError(
+            f"CUDA graphs need torch 2.7 or newer, but this is torch {torch.__version__}, which cannot tell whether "
+            "saved-tensor hooks are active around a block. Compile the blocks without them."
+        )
 
 
 def _refuse(block: BlockState) -> None:
@@ -177,7 +200,16 @@ def _keep_unsharded(block: BlockState) -> None:
 
 
 class CudaGraphs(Extension):
-    """The part of `auto_wrap` that prepares parameters for CUDA graphs that were added after the model was wrapped."""
+    """The part of `auto_wrap` that prepares parameters for CUDA graphs that were added after the model was wrapped.
+
+    Args:
+        options: the arguments of the call of `auto_wrap`. If they request CUDA graphs, and this is torch 2.6, the
+            constructor raises RuntimeError.
+    """
+
+    def __init__(self, options: Options) -> None:
+        if options.cuda_graphs:
+            _check_torch()
 
     def connect(self, plan: WrapPlan) -> None:
         recorded = plan.world.schedule.observer(RecordedBlocks)

@@ -11,13 +11,18 @@ import torch
 import hf_bmtrain as bmt
 from cases import full
 from graph_checks import beside_no_graphs, move
+from hf_bmtrain.engine.base.torch_internals import top_saved_tensors_hooks
 from hf_bmtrain.features.cuda_graphs import RecordedBlocks
 from hf_bmtrain.features.options import Options
 from ranks import on_ranks
 from tiny_models import batch, build
 
+older = top_saved_tensors_hooks is None
+needs_hooks = pytest.mark.skipif(older, reason="torch 2.6 cannot tell whether saved-tensor hooks are active")
+
 
 @full
+@needs_hooks
 @on_ranks(2)
 def test_parity():
     beside_no_graphs("llama", steps=3, evaluate=True)
@@ -33,6 +38,7 @@ def wrapped(**options):
     return bmt.auto_wrap(build("llama").train(), compile=True, cuda_graphs=True, **options)
 
 
+@needs_hooks
 @on_ranks(2)
 def test_addresses():
     """Full parameters keep their memory, also those that are added later, and are gathered again in each step."""
@@ -55,6 +61,7 @@ def test_addresses():
     assert seen[0] == seen[1] == seen[2] and 0 not in seen[0]
 
 
+@needs_hooks
 @on_ranks(1)
 def test_when_a_step_is_marked():
     """Once for each forward, unless results are in use: then not before their backward, and never behind it."""
@@ -84,6 +91,29 @@ def test_when_a_step_is_marked():
         assert marked.call_count == 5
 
 
+@needs_hooks
+@on_ranks(1)
+def test_where_graphs_are_used():
+    """In training forwards, but not in others, nor under saved-tensor hooks."""
+    called = []
+
+    def remembering(function, options, **_):
+        recorded = options["triton.cudagraphs"]
+        return lambda *args, **kwargs: called.append(recorded) or function(*args, **kwargs)
+
+    model = bmt.auto_wrap(build("llama", blocks=1).train(), use_checkpoint=False)
+    with mock.patch.object(torch, "compile", remembering):
+        model.model.layers[0].compile(options={"triton.cudagraphs": True})
+    inputs = batch("llama", 0)
+    model(**inputs)
+    with torch.no_grad():
+        model(**inputs)
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor):
+        model(**inputs)
+    assert called == [True, False, False]
+
+
+@needs_hooks
 @on_ranks(1)
 def test_the_outputs_of_the_last_block_are_copied():
     """Models return them; a graph would overwrite them in the next step."""
@@ -115,6 +145,7 @@ def test_refused(options):
         Options(**{"zero_level": 3, "compile": True, "cuda_graphs": True, **options})
 
 
+@needs_hooks
 @on_ranks(1)
 def test_refused_when_compiled_later():
     """As Trainer does, with torch_compile_mode."""
@@ -122,3 +153,12 @@ def test_refused_when_compiled_later():
     model.model.layers[0]._bmt.inputs = mock.Mock()  # on the CPU, nothing is offloaded
     with pytest.raises(ValueError, match="offload_activations"):
         model.model.layers[0].compile(mode="reduce-overhead")
+
+
+@pytest.mark.skipif(not older, reason="newer versions of torch can tell")
+@on_ranks(1)
+def test_refused_in_torch_2_6():
+    model = build("llama")
+    with pytest.raises(RuntimeError, match="torch 2.7 or newer"):
+        bmt.auto_wrap(model, compile=True, cuda_graphs=True)
+    assert bmt.auto_wrap(model) is model

@@ -45,6 +45,7 @@ def from_pretrained(
     sequence_parallel: int = 1,
     offload_activations: bool = False,
     mlp_chunks: int = 1,
+    cuda_graphs: bool = False,
     **kwargs: Any,
 ) -> Any:
     """Load a model of transformers and shard it while its files are read. Collective: every rank must call it.
@@ -80,6 +81,7 @@ def from_pretrained(
         sequence_parallel: the number of consecutive ranks over which each sequence is split.
         offload_activations: whether to keep the inputs of recomputed blocks in host memory until backward.
         mlp_chunks: the number of chunks of tokens that the MLP of each block computes one after another.
+        cuda_graphs: whether compiled blocks are replayed as CUDA graphs.
         **kwargs: passed to the class's `from_pretrained`.
 
     Returns:
@@ -110,6 +112,7 @@ def from_pretrained(
         sequence_parallel=sequence_parallel,
         offload_activations=offload_activations,
         mlp_chunks=mlp_chunks,
+        cuda_graphs=cuda_graphs,
     )
     world.barrier("from_pretrained")
     failure: Exception | None = None

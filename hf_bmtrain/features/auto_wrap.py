@@ -135,9 +135,10 @@ def auto_wrap(
         mlp_chunks: the number of chunks of tokens that the MLP of each block computes one after another. N chunks
             reduce the memory for its intermediate activations to 1/N.
         cuda_graphs: whether compiled blocks are replayed as CUDA graphs, for layers in which the host needs longer than
-            the GPU: small models, adapters, experts. Needs `compile=True`. The full parameters of blocks, and the
-            activations, then keep their memory from step to step, and `keep_frozen="auto"` keeps all. Inputs should
-            have the same shapes in each step, because each shape is recorded. No effect on the CPU.
+            the GPU: small models, adapters, experts. Needs `compile=True`. The full parameters of blocks, and their
+            activations, then keep their memory from step to step, so frozen blocks stay unsharded even with
+            keep_frozen=False. Inputs should have the same shapes in each step, because each shape is recorded. On the
+            CPU there are no graphs; parameters keep their memory all the same.
 
     Returns:
         `model`.

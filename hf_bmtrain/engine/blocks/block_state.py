@@ -106,7 +106,9 @@ class BlockState:
             if recorded or (recorded is None and self.pending):
                 return self._recompute_for_others(layer_forward, args, kwargs)
         self.schedule.discard_failed_backward()
-        self.schedule.note_first(self)
+        running = self.schedule.running
+        if running is not None and not running.begun:
+            self.schedule.begin_blocks(running, self)
         training = torch.is_grad_enabled()
         if training:
             self._recomputed = self.recompute.recomputes(args, kwargs, self.pending)

@@ -454,13 +454,11 @@ class Schedule:
             return BACKWARD if uneven else None
         return None if self.running is None or self.running.negotiation is None else self.running.entry
 
-    def note_first(self, block: BlockState) -> None:
+    def begin_blocks(self, running: ForwardPass, block: BlockState) -> None:
         """Remember the first block that the running forward calls, to prefetch it in the next forward of its module."""
-        running = self.running
-        if running is not None and not running.begun:
-            running.begun, running.expected = True, None
-            if running.module is not None and (module := running.module()) is not None:
-                self._first_blocks[module] = weakref.ref(block)
+        running.begun, running.expected = True, None
+        if running.module is not None and (module := running.module()) is not None:
+            self._first_blocks[module] = weakref.ref(block)
 
     def prefetch_expected(self) -> None:
         """Start the all-gathers of the block that the running forward will probably call first.

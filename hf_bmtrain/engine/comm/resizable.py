@@ -40,7 +40,7 @@ class ResizableStorage:
     def allocate(self) -> torch.Tensor:
         """Allocate the memory if it is not allocated, and return `tensor`. The values in new memory are undefined."""
         if not self.allocated:
-            if self._storage.nbytes() != self._nbytes:  # otherwise `free` has kept the memory
+            if not (self.keeps_address and self._storage.nbytes()):  # otherwise `free` has kept the memory
                 self._storage.resize_(self._nbytes)
             self.allocated = True
             if self._poison is not None:

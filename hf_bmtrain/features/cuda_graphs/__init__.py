@@ -93,7 +93,9 @@ class RecordedBlocks(Observer):
     def _in_use(self) -> int:
         return 0 if self._device.type == "cpu" else graph_outputs_in_use(self._device)
 
-    def out_of_memory(self) -> str:
+    def out_of_memory(self) -> str | None:
+        if not self.blocks:
+            return None
         return (
             f"The CUDA graphs of {len(self.blocks)} blocks keep the blocks' full parameters and the memory of their "
             "activations, which other tensors cannot use. To save this memory, leave out cuda_graphs=True (in Trainer "
@@ -134,7 +136,7 @@ def compile_forward(function: Callable, block: BlockState, options: dict[str, An
         _log_once(
             "CUDA graphs: the blocks' full parameters keep their memory from step to step (as with zero_level=2)"
             if world.device.type != "cpu"
-            else "CUDA graphs have no effect on the CPU: compiled blocks run without them"
+            else "There are no CUDA graphs on the CPU: blocks are compiled, and keep their full parameters' memory"
         )
     others = {key: value for key, value in options.items() if key not in ("mode", "options")}
     unrecorded = torch.compile(function, **others, options={**inductor, "triton.cudagraphs": False})
@@ -146,8 +148,8 @@ def compile_forward(function: Callable, block: BlockState, options: dict[str, An
             return unrecorded(*args, **kwargs)
         if inside_hooks():
             _log_once(
-                "CUDA graphs are not used where torch's checkpoint recomputes a block, or other saved-tensor hooks are "
-                "active, because these decide how long the results of the graphs would be in use"
+                "CUDA graphs are not used in forwards that torch's checkpoint recomputes, or under other saved-tensor "
+                "hooks (also those that measure memory), because the hooks decide how long results stay in use"
             )
             return unrecorded(*args, **kwargs)
         recorded.begin_call()
@@ -179,7 +181,7 @@ def _check_torch() -> None:
 def _refuse(block: BlockState) -> None:
     """Raise ValueError if the block cannot be replayed as CUDA graphs."""
     if any(type(buffer.storage) is not Storage for buffer in block.buffers):
-        reason = "weights are stored in another form (float8, or quantized), whose graphs would copy them in each step"
+        reason = "graphs would copy weights that are stored in float8, quantized or split in each step"
     elif block.inputs is not None:
         reason = "graphs could overwrite the inputs that offload_activations copies to host memory"
     elif block.schedule.collective_layers:

@@ -181,7 +181,7 @@ def _check_torch() -> None:
 def _refuse(block: BlockState) -> None:
     """Raise ValueError if the block cannot be replayed as CUDA graphs."""
     if any(type(buffer.storage) is not Storage for buffer in block.buffers):
-        reason = "graphs would copy weights that are stored in float8, quantized or split in each step"
+        reason = "graphs would copy, in each step, weights that are stored in float8, quantized or split"
     elif block.inputs is not None:
         reason = "graphs could overwrite the inputs that offload_activations copies to host memory"
     elif block.schedule.collective_layers:

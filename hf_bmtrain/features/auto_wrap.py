@@ -137,8 +137,8 @@ def auto_wrap(
         cuda_graphs: whether compiled blocks are replayed as CUDA graphs, for layers in which the host needs longer than
             the GPU: small models, adapters, experts. Needs `compile=True`. The full parameters of blocks, and their
             activations, then keep their memory from step to step, so frozen blocks stay unsharded even with
-            keep_frozen=False. Inputs should have the same shapes in each step, because each shape is recorded. On the
-            CPU there are no graphs; parameters keep their memory all the same.
+            keep_frozen=False, and keep_frozen="auto" means True. Inputs should have the same shapes in each step,
+            because each shape is recorded. On the CPU there are no graphs; parameters keep their memory all the same.
 
     Returns:
         `model`.

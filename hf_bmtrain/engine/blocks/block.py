@@ -93,8 +93,9 @@ class CheckpointBlock(ShardedModule):
             ValueError: CUDA graphs are requested, but do not work with this block. The message says why.
         """
         state = self._bmt
-        if not state.compiled:
-            state.eager_forward = state.own_forward
+        if state.compiled:
+            state.own_forward = state.eager_forward  # compile the layer's forward again, not the compiled function
+        state.eager_forward = state.own_forward
         make = current_world().layer_features.compile
         # A graph that contains the forward and its recomputation also contains a call of torch's checkpoint. With graph
         # breaks, this call would run uncompiled, so forbid them (fullgraph=True).

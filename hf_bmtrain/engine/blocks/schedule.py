@@ -236,8 +236,7 @@ class Schedule:
         self._left_unsharded: weakref.ref[BlockState] | None = None  # weak, so that it keeps no model alive
         self._prefetched: weakref.ref[BlockState] | None = None
         # The block that the last forward of each outermost module called first.
-        self._first_blocks: weakref.WeakKeyDictionary[torch.nn.Module, weakref.ref[BlockState]]
-        self._first_blocks = weakref.WeakKeyDictionary()
+        self._first_blocks: weakref.WeakKeyDictionary[torch.nn.Module, BlockState] = weakref.WeakKeyDictionary()
         # The gradients whose reductions were started and not yet waited for: one list for each call of `send`.
         self._pending: deque[list[GradientBuffer]] = deque()
         # The gradients for which it is still unknown whether another rank used parameters that this rank did not use.
@@ -353,9 +352,8 @@ class Schedule:
         begun = ForwardPass(self._enter_pass, self.negotiation if uneven else None)
         if module is not None:
             begun.module = weakref.ref(module)
-            first = self._first_blocks.get(module)
-            if first is not None and torch.is_grad_enabled() and not uneven:
-                begun.expected = first()
+            if torch.is_grad_enabled() and not uneven:
+                begun.expected = self._first_blocks.get(module)
         outer, self.running = self.running, begun
         try:
             with self.inside:
@@ -458,7 +456,8 @@ class Schedule:
         """Remember the first block that the running forward calls, to prefetch it in the next forward of its module."""
         running.begun, running.expected = True, None
         if running.module is not None and (module := running.module()) is not None:
-            self._first_blocks[module] = weakref.ref(block)
+            # The reference is strong, so that all ranks prefetch the block even if it has left the model since.
+            self._first_blocks[module] = block
 
     def prefetch_expected(self) -> None:
         """Start the all-gathers of the block that the running forward will probably call first.

@@ -47,6 +47,12 @@ class ResizableStorage:
                 self.tensor.fill_(self._poison)
         return self.tensor
 
+    def keep_address(self) -> None:
+        """Set `keeps_address`. The memory is allocated now, so that measurements of memory include it from now on."""
+        self.keeps_address = True
+        if not self.allocated:
+            self._storage.resize_(self._nbytes)
+
     def free(self) -> None:
         """Free the memory. Later work on the current stream may reuse it. Do not read views until `allocate`."""
         if self.allocated and self._nbytes:

@@ -129,8 +129,8 @@ class ShardedBuffer:
                 shard itself.
         """
         self._source, self._target = source, target
-        if target is not None:
-            target.keeps_address = self._keeps_address
+        if target is not None and self._keeps_address:
+            target.keep_address()
         self._cut = self.layout.cut_ranges(self.rank) if cut is None else cut
         # Copies from other GPUs' memory are not collectives, so they are not recorded in the collective log.
         self._collective_log = self.communicator.collective_log if self._gather.is_collective(source) else None
@@ -207,7 +207,12 @@ class ShardedBuffer:
         self._keeps_address = True
         for memory in (self._target, self.storage.full):
             if memory is not None:
-                memory.keeps_address = True
+                memory.keep_address()
+
+    @property
+    def keeps_address(self) -> bool:
+        """True if the full buffer keeps its memory when the buffer is resharded, because of `keep_address`."""
+        return self._keeps_address
 
     @property
     def needs_collective(self) -> bool:

@@ -40,6 +40,7 @@ from ...engine.runtime.world import World
 from ...engine.sharding.storage import Storage
 from ...engine.wrap.extension import Extension, WrapPlan
 from ..options import Options
+from ..packed.bitsandbytes import is_quantized
 
 _log_once = functools.cache(logging.getLogger("hf_bmtrain").info)
 
@@ -60,33 +61,38 @@ class RecordedBlocks(Observer):
         self._backwards = -1
         self._forward: Callable[[], object] = lambda: None  # a weak reference to the last ForwardPass
 
-    def begin_call(self) -> None:
-        """Tell torch that a step begins, if the call of a block that is starting is the first one of a forward.
+    def before_forward(self, model: torch.nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+        if torch.is_grad_enabled():
+            self.begin_call()
 
-        Torch then overwrites the results of the step before. Call this before each call of a block's graph. Does
-        nothing inside a backward, which may call a block to recompute it, and while earlier forwards wait for their
-        backward.
+    def begin_call(self) -> None:
+        """Tell torch that a step begins, unless that was done in this forward. It may then overwrite earlier results.
+
+        Called before each forward of a model and before each call of a block's graph, because blocks may also be called
+        outside a model. Does nothing inside a backward, and as long as results are in use that a backward may still
+        need: those of blocks that wait for their backward, and all that were computed since the last backward.
 
         Raises:
-            RuntimeError: a result of the step before is still in use.
+            RuntimeError: results of earlier forwards are still in use.
         """
         schedule = self._schedule
         running, backwards = schedule.running, schedule.backwards
         if (backwards == self._backwards and self._forward() is running) or schedule.in_backward:
             return
+        ended = backwards != self._backwards
         self._backwards = backwards
         self._forward = (lambda: None) if running is None else weakref.ref(running)
         if self._in_use():
-            if any(block.pending for block in self.blocks):
+            if not ended or any(block.pending for block in self.blocks):
                 return
             gc.collect()  # the results may be in use only by garbage
             if count := self._in_use():
                 raise RuntimeError(
-                    f"{count} tensors that blocks computed in the last step are still in use, and CUDA graphs would "
-                    "overwrite them in this step. They may be hidden states or router logits that the model has "
-                    "returned, tensors that a hook has stored, or a backward graph that is retained. Delete them "
-                    "before the next forward, for example with `del outputs`, and clone what you keep. Or train "
-                    "without CUDA graphs (cuda_graphs=False)."
+                    f"{count} tensors that blocks have computed in earlier forwards are still in use, and CUDA graphs "
+                    "would overwrite them in this forward. They may be hidden states or router logits that the model "
+                    "has returned, tensors that a hook has stored, gradients of inputs, a loss whose backward has not "
+                    "run or has failed, or a backward graph that is retained. Delete them before the next forward, for "
+                    "example with `del outputs`, and clone what you keep. Or train without CUDA graphs."
                 )
         torch.compiler.cudagraph_mark_step_begin()
 
@@ -125,7 +131,7 @@ def compile_forward(function: Callable, block: BlockState, options: dict[str, An
     if not inductor.get("triton.cudagraphs"):
         return compiled
     _check_torch()
-    _refuse(block)
+    _refuse(block, options.get("mode") or "triton.cudagraphs")
     recorded = world.schedule.observer(RecordedBlocks)
     if recorded is None:
         recorded = RecordedBlocks(world)
@@ -178,19 +184,26 @@ def _check_torch() -> None:
         )
 
 
-def _refuse(block: BlockState) -> None:
-    """Raise ValueError if the block cannot be replayed as CUDA graphs."""
+_STORED = "graphs would copy, in each step, weights that are stored in float8, quantized or split"
+_COMMUNICATES = "a model of this process communicates inside layers (sequence_parallel, or tensor parallelism)"
+
+
+def _refuse(block: BlockState, requested: str) -> None:
+    """Raise ValueError if the block cannot be replayed as CUDA graphs.
+
+    requested: the mode or option of torch.compile that requests them.
+    """
     if any(type(buffer.storage) is not Storage for buffer in block.buffers):
-        reason = "graphs would copy, in each step, weights that are stored in float8, quantized or split"
+        reason = _STORED
     elif block.inputs is not None:
         reason = "graphs could overwrite the inputs that offload_activations copies to host memory"
     elif block.schedule.collective_layers:
-        reason = "a model of this process communicates inside layers (sequence_parallel, or tensor parallelism)"
+        reason = _COMMUNICATES
     else:
         return
     raise ValueError(
-        f"CUDA graphs (cuda_graphs=True, or mode='reduce-overhead' of torch.compile) cannot be used, because {reason}. "
-        "Compile the blocks without them."
+        f"torch.compile cannot record CUDA graphs of these blocks, as {requested!r} requests, because {reason}. "
+        "Compile them without: leave out the mode, or use 'max-autotune-no-cudagraphs' instead of 'max-autotune'."
     )
 
 
@@ -202,7 +215,7 @@ def _keep_unsharded(block: BlockState) -> None:
 
 
 class CudaGraphs(Extension):
-    """The part of `auto_wrap` that prepares parameters for CUDA graphs that were added after the model was wrapped.
+    """The part of `auto_wrap` that checks `cuda_graphs=True`, and prepares parameters that blocks get later.
 
     Args:
         options: the arguments of the call of `auto_wrap`. If they request CUDA graphs, and this is torch 2.6, the
@@ -210,8 +223,19 @@ class CudaGraphs(Extension):
     """
 
     def __init__(self, options: Options) -> None:
-        if options.cuda_graphs:
+        self._on = options.cuda_graphs
+        if self._on:
             _check_torch()
+
+    def choose(self, plan: WrapPlan) -> None:
+        parameters = (parameter for layer in plan.layers for parameter in layer.parameters())
+        reason = None
+        if plan.world.grid is not None or plan.world.schedule.collective_layers:
+            reason = _COMMUNICATES
+        elif any(is_quantized(parameter) for parameter in parameters):
+            reason = _STORED
+        if self._on and reason is not None:
+            raise ValueError(f"auto_wrap: cuda_graphs=True cannot be used, because {reason}. Leave it out.")
 
     def connect(self, plan: WrapPlan) -> None:
         recorded = plan.world.schedule.observer(RecordedBlocks)

@@ -68,6 +68,7 @@ class MemoryPlanner(Observer):
         self.residents = weakref.WeakKeyDictionary[torch.nn.Module, Residents]()
         self.activations = Activations(self)
         self._has_policies = False
+        self._planned = weakref.WeakKeyDictionary[torch.nn.Module, bool]()  # whether a model has blocks with "auto"
 
     @property
     def resident_bytes(self) -> int:
@@ -111,8 +112,14 @@ class MemoryPlanner(Observer):
         if training and self._has_policies:
             if self.world.schedule.collective_layers:
                 self.activations.begin_together(shapes_of(args, kwargs))
-            else:
+            elif self._is_planned(model):
                 self.activations.begin_forward()  # before the first block is prefetched, which takes memory
+
+    def _is_planned(self, model: torch.nn.Module) -> bool:
+        if model not in self._planned:
+            policies = (getattr(getattr(each, "_bmt", None), "recompute", None) for each in model.modules())
+            self._planned[model] = any(isinstance(policy, AutoCheckpoint) for policy in policies)
+        return self._planned[model]
 
     def finish_backward(self) -> None:
         """Store what was measured in the backward that is ending. The next plan of `activations` uses these values."""
@@ -199,7 +206,7 @@ class Memory(Extension):
         if plan.late:
             _extend_keep_frozen(plan.model, plan.world)
         else:
-            graphs = self._options.cuda_graphs  # they keep the memory of blocks in any case
+            graphs = self._options.cuda_graphs  # they keep the memory of blocks in any case, so measure nothing
             keep_frozen = True if graphs and self._options.keep_frozen == "auto" else self._options.keep_frozen
             _apply_keep_frozen(plan.model, plan.world, keep_frozen)
 
@@ -239,5 +246,6 @@ def _extend_keep_frozen(model: torch.nn.Module, world: World) -> None:
     """
     planner = world.schedule.observer(MemoryPlanner)
     if planner is None or not any(module in planner.residents for module in model.modules()):
-        if any(buffer.resident for buffer in buffers_of(model)):
+        # CUDA graphs keep buffers unsharded whatever `keep_frozen` is.
+        if any(buffer.resident and not buffer.keeps_address for buffer in buffers_of(model)):
             keep_all(model, world)

@@ -181,7 +181,8 @@ class AutoCheckpoint(Recompute):
         Call it before the block's all-gather. The plan `activations` determines the result.
 
         Collective before the first plan: in the first training forward after each backward, every rank must call this
-        method for one of its blocks, because the ranks exchange their measurements to make the plan. After the first
+        method for one of its blocks, unless `MemoryPlanner.before_forward` has begun the pass before, because the ranks
+        exchange their measurements to make the plan. After the first
         plan, this is still so only if the ranks make every plan together (`Activations.together`). It is not so for an
         uneven model, because each of its ranks plans by itself.
 
@@ -242,10 +243,11 @@ class AutoCheckpoint(Recompute):
 class Activations:
     """The plan for all blocks with use_checkpoint="auto": which of them are recomputed, and which stay unsharded.
 
-    A pass lasts from the first training forward of a block after a backward to the end of the next backward. The first
-    passes are measured. Later, inputs that are larger than all measured ones start a measurement, until the end of the
-    pass. While a pass is measured, every block is recomputed, and two peaks of allocated memory are recorded: the
-    backward's (while recomputed activations of a block are alive) and the forward's (during the rest of the pass).
+    A pass lasts from the first training forward (of a model, or of a block outside a model) after a backward to the end
+    of the next backward. The first passes are measured. Later, inputs that are larger than all measured ones start a
+    measurement, until the end of the pass. While a pass is measured, every block is recomputed, and two peaks of
+    allocated memory are recorded: the backward's (while recomputed activations of a block are alive) and the forward's
+    (during the rest of the pass).
 
     The ranks make the first plan together, once an optimizer has stepped and so has allocated its state. They assume
     the largest activations and the least free memory of any rank. Each rank makes later plans by itself, if its inputs

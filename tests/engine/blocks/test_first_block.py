@@ -52,12 +52,19 @@ def test_a_forward_that_begins_with_another_block():
     """The prefetched block is resharded when another one starts, and the next forward expects that one."""
     model = bmt.auto_wrap(build("llama").train())
     layers, order = list(model.model.layers), Order(model)
+    early, opened = [], []
+    first = layers[0]._bmt.buffers[0]
+    for layer in layers[1:]:
+        layer.register_forward_pre_hook(lambda module, args: opened.append(first.is_unsharded))
     for numbers in ((0, 1, 2), (1, 2), (1, 2), (0,)):
         model.model.layers = torch.nn.ModuleList(layers[number] for number in numbers)
         with order.watching():
             model(**batch("llama", 0)).loss.backward()
-        assert not any(buffer.is_unsharded for layer in layers for buffer in layer._bmt.buffers)
+        begun = order.events.index(f"block {numbers[0]}")
+        early.append({int(name.split(".")[1]) for name in order.events[:begun] if name.startswith("layers.")})
         model.zero_grad()
+    assert early == [set(), {0}, {1}, {1}], "gathered before the first block began"
+    assert opened == [True, False, True, False, False, False], "whether block 0 was unsharded when blocks 1 and 2 began"
 
 
 @on_ranks(2)

@@ -89,6 +89,42 @@ def test_when_a_step_is_marked():
         in_use.return_value = 0
         model(**inputs).loss.backward()
         assert marked.call_count == 5
+        layer, hidden = model.model.layers[0], torch.zeros(2, 7, 24)
+        position = model.model.rotary_emb(hidden, torch.arange(7)[None])
+        layer(hidden, position_embeddings=position, attention_mask=None)  # outside the model
+        assert marked.call_count == 6
+
+
+@needs_hooks
+@on_ranks(1)
+def test_compiled_twice():
+    """As by auto_wrap and then by Trainer: the layer's own forward is compiled again, not the compiled function."""
+    given = []
+
+    def remembering(function, **options):
+        given.append(function)
+        return lambda *args, **kwargs: function(*args, **kwargs)
+
+    model = bmt.auto_wrap(build("llama", blocks=1).train(), use_checkpoint=False)
+    with mock.patch.object(torch, "compile", remembering):
+        for _ in range(2):
+            model.model.layers[0].compile(mode="reduce-overhead")
+    assert len(given) == 4 and len(set(given)) == 1
+    model(**batch("llama", 0))
+
+
+@needs_hooks
+@on_ranks(2)
+def test_keep_frozen():
+    """What is frozen outside blocks is not kept unsharded unless keep_frozen says so, also when adapters are added."""
+    with mock.patch.object(torch, "compile", uncompiled):
+        model = build("llama").requires_grad_(False)
+        bmt.current_world().schedule.collective_layers = False
+        bmt.auto_wrap(model, compile=True, cuda_graphs=True, keep_frozen=False)
+        model.model.layers[0].mlp.register_parameter("extra", torch.nn.Parameter(torch.ones(8)))
+        bmt.auto_wrap(model, keep_frozen=False)
+    assert not model.model.embed_tokens._parameters["weight"].buffer.resident
+    assert all(buffer.resident for layer in model.model.layers for buffer in layer._bmt.buffers)
 
 
 @needs_hooks
@@ -151,8 +187,18 @@ def test_refused_when_compiled_later():
     """As Trainer does, with torch_compile_mode."""
     model = bmt.auto_wrap(build("llama"), offload_activations=True)
     model.model.layers[0]._bmt.inputs = mock.Mock()  # on the CPU, nothing is offloaded
-    with pytest.raises(ValueError, match="offload_activations"):
-        model.model.layers[0].compile(mode="reduce-overhead")
+    with pytest.raises(ValueError, match="'max-autotune' requests, because .* offload_activations"):
+        model.model.layers[0].compile(mode="max-autotune")
+
+
+@needs_hooks
+@on_ranks(1)
+def test_refused_before_anything_is_sharded():
+    model, schedule = build("llama"), bmt.current_world().schedule
+    with mock.patch.object(schedule, "collective_layers", True), pytest.raises(ValueError, match="inside layers"):
+        bmt.auto_wrap(model, compile=True, cuda_graphs=True)
+    assert not any(isinstance(module, bmt.DistributedModule) for module in model.modules())
+    bmt.auto_wrap(model)
 
 
 @pytest.mark.skipif(not older, reason="newer versions of torch can tell")

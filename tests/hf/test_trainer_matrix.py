@@ -24,7 +24,8 @@ DEFAULT = (
 )
 """The others are `full`; `python tests trainer_matrix` prints those on one rank and more with AdamW."""
 SLOW = (
-    "torch_compile", "data_seed", "seed, dropout", "num_train_epochs", "logging_steps", "linear", "cosine",
+    "torch_compile", "torch_compile_mode", "data_seed", "seed, dropout", "num_train_epochs", "logging_steps",
+    "linear", "cosine",
     "eval_strategy=epoch", "several evaluation sets", "label_smoothing_factor in evaluation", "save_strategy=epoch",
     "save_total_limit", "load_best_model_at_end, save_total_limit", "max_grad_norm=0", "optim=sgd",
     "SGD with momentum", "AdamOffloadOptimizer", "optim=adamw_torch_fused",

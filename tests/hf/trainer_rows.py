@@ -58,6 +58,7 @@ GROUPED: dict[str, Any] = {"train_sampling_strategy": "group_by_length"}
 if "train_sampling_strategy" not in transformers.TrainingArguments.__dataclass_fields__:
     GROUPED = {"group_by_length": True}  # its older name
 COMPILED = {"torch_compile": True, "torch_compile_backend": "aot_eager"}
+GRAPHS = {"torch_compile": True, "torch_compile_mode": "reduce-overhead"}  # on the CPU, as torch_compile alone
 HALVES = {"per_device_train_batch_size": 4}
 
 TRAINING = {
@@ -75,6 +76,7 @@ TRAINING = {
         CHECKPOINTING, {"use_checkpoint": False, "callbacks": [MlpCalls]}
     ),
     "torch_compile": Row(COMPILED, {"callbacks": [CompiledGraphs]}, optimizers=("SGD",)),
+    "torch_compile_mode": Row(GRAPHS, {"callbacks": [CompiledGraphs]}, optimizers=("SGD",)),
     "label_smoothing_factor": Row({"label_smoothing_factor": 0.2}),
     "neftune_noise_alpha": Row({"neftune_noise_alpha": 5}),
     "group_by_length": Row(GROUPED, {"train_dataset": UnevenRows(), "data_collator": pad}),

@@ -112,7 +112,7 @@ class MemoryPlanner(Observer):
         if training and self._has_policies:
             if self.world.schedule.collective_layers:
                 self.activations.begin_together(shapes_of(args, kwargs))
-            elif self._is_planned(model):
+            elif self.activations.has_measured and self._is_planned(model):
                 self.activations.begin_forward()  # before the first block is prefetched, which takes memory
 
     def _is_planned(self, model: torch.nn.Module) -> bool:

@@ -322,6 +322,11 @@ class Activations:
         return self._schedule.in_backward
 
     @property
+    def has_measured(self) -> bool:
+        """True once a pass has measured blocks, even if they have been deleted since."""
+        return bool(self._blocks)
+
+    @property
     def outlived(self) -> bool:
         """True if all blocks that were measured for this plan have been deleted, so that the plan is no longer needed.
 

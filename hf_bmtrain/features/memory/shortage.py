@@ -60,7 +60,7 @@ class Shortage(Observer):
     def _table(self, model: torch.nn.Module) -> list[str]:
         """Return the lines of a table: how many GiB each kind of tensor of `model` (such as gradient shards) takes."""
         buffers = buffers_of(model)
-        full = [b for b in buffers if b.sharded and b.is_unsharded]
+        full = [b for b in buffers if b.sharded and (b.is_unsharded or b.keeps_address)]
         gradients = [b.gradient.shard for b in buffers if b.gradient.shard is not None]
         rows = {
             "shards of the parameters": sum(shard.nbytes for b in buffers for shard in b.storage.memory().stored),
@@ -78,11 +78,12 @@ class Shortage(Observer):
         """Return numbered lines, each with one way to save memory when training `model`, in the order to try them."""
         states: list[Any] = [block._bmt for block in model.modules() if isinstance(block, CheckpointBlock)]
         advice = []
-        if any(buffer.is_resident for buffer in buffers_of(model)):
+        if any(buffer.is_resident and not buffer.keeps_address for buffer in buffers_of(model)):
             advice.append("auto_wrap(model, keep_frozen=False) also shards frozen parameters between steps")
         if any(state.recompute is not ALWAYS for state in states):
             advice.append("auto_wrap(model, use_checkpoint=True) keeps only block inputs, and recomputes the rest")
-        if self._world.size > 1 and any(state.zero_level == 2 for state in states):
+        freed = [state for state in states if not any(buffer.keeps_address for buffer in state.buffers)]
+        if self._world.size > 1 and any(state.zero_level == 2 for state in freed):
             advice.append("zero_level=3 frees a block's unsharded parameters between its forward and its backward")
         advice += [
             "bmt.optim.AdamOffloadOptimizer keeps the optimizer's state in host memory",

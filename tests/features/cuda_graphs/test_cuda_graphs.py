@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import hf_bmtrain as bmt
-from cases import full
+from cases import slow
 from graph_checks import beside_no_graphs, move
 from hf_bmtrain.engine.base.torch_internals import top_saved_tensors_hooks
 from hf_bmtrain.features.cuda_graphs import RecordedBlocks
@@ -21,7 +21,7 @@ older = top_saved_tensors_hooks is None
 needs_hooks = pytest.mark.skipif(older, reason="torch 2.6 cannot tell whether saved-tensor hooks are active")
 
 
-@full
+@slow  # Inductor compiles four forwards and backwards in each process
 @needs_hooks
 @on_ranks(2)
 def test_parity():

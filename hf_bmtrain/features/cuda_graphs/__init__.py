@@ -37,10 +37,11 @@ from ...engine.blocks.block_state import BlockState
 from ...engine.blocks.containers import copy_views
 from ...engine.blocks.observer import Observer
 from ...engine.runtime.world import World
+from ...engine.sharding.parameter import DistributedParameter
+from ...engine.sharding.sourced import SourcedParameter
 from ...engine.sharding.storage import Storage
 from ...engine.wrap.extension import Extension, WrapPlan
 from ..options import Options
-from ..packed.bitsandbytes import is_quantized
 
 _log_once = functools.cache(logging.getLogger("hf_bmtrain").info)
 
@@ -185,6 +186,7 @@ def _check_torch() -> None:
 
 
 _STORED = "graphs would copy, in each step, weights that are stored in float8, quantized or split"
+_PLAIN = (torch.nn.Parameter, SourcedParameter, DistributedParameter)
 _COMMUNICATES = "a model of this process communicates inside layers (sequence_parallel, or tensor parallelism)"
 
 
@@ -232,8 +234,8 @@ class CudaGraphs(Extension):
         reason = None
         if plan.world.grid is not None or plan.world.schedule.collective_layers:
             reason = _COMMUNICATES
-        elif any(is_quantized(parameter) for parameter in parameters):
-            reason = _STORED
+        elif any(type(parameter) not in _PLAIN for parameter in parameters):
+            reason = _STORED  # for example bitsandbytes' parameters, which another extension recognizes
         if self._on and reason is not None:
             raise ValueError(f"auto_wrap: cuda_graphs=True cannot be used, because {reason}. Leave it out.")
 

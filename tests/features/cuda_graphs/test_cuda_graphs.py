@@ -8,6 +8,7 @@ from unittest import mock
 import pytest
 import torch
 
+import four_bit
 import hf_bmtrain as bmt
 from cases import slow
 from graph_checks import beside_no_graphs, move
@@ -197,6 +198,10 @@ def test_refused_before_anything_is_sharded():
     model, schedule = build("llama"), bmt.current_world().schedule
     with mock.patch.object(schedule, "collective_layers", True), pytest.raises(ValueError, match="inside layers"):
         bmt.auto_wrap(model, compile=True, cuda_graphs=True)
+    quantized = build("llama").requires_grad_(False)
+    four_bit.quantize_layers(quantized.model.layers, False)
+    with pytest.raises(ValueError, match="stored in float8, quantized"):
+        bmt.auto_wrap(quantized, compile=True, cuda_graphs=True)
     assert not any(isinstance(module, bmt.DistributedModule) for module in model.modules())
     bmt.auto_wrap(model)
 

@@ -23,16 +23,17 @@ CASES = {
     "evaluated": {"family": "llama", "evaluate": True},
     "experts": {"family": "mixtral", "use_checkpoint": False, "dtype": torch.bfloat16},
     "encoder and decoder": {"family": "t5"},
+}
+ADAPTERS = {
     "adapters": {"family": "llama", "adapters": True},
     "adapters on experts": {"family": "mixtral", "adapters": True, "use_checkpoint": False, "dtype": torch.bfloat16},
 }
+needs_peft = pytest.mark.skipif(importlib.util.find_spec("peft") is None, reason="peft is not installed")
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", [*CASES, *(pytest.param(case, marks=needs_peft) for case in ADAPTERS)])
 def test_equal(gpus, case) -> None:
-    if CASES[case].get("adapters") and importlib.util.find_spec("peft") is None:
-        pytest.skip("peft is not installed")
-    for graphs, blocks in gpus(run, CASES[case]):
+    for graphs, blocks in gpus(run, {**CASES, **ADAPTERS}[case]):
         # Torch may divide the graph of a forward or backward into several.
         assert graphs >= 2 * blocks, f"{graphs} graphs were replayed for {blocks} blocks"
 

@@ -342,9 +342,9 @@ class Schedule:
     def forward(self, uneven: bool, module: torch.nn.Module | None = None) -> Iterator[ForwardPass]:
         """Return a context for the outermost forward of a model. It yields the ForwardPass of this forward.
 
-        module: the module that was called. None in a rehearsal.
         uneven: whether the ranks may enter different blocks of the model. If so, the context is collective: at its end,
             each rank waits for the others.
+        module: the module that was called. None in a rehearsal.
         """
         self.discard_failed_backward()
         if uneven:

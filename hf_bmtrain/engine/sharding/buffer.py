@@ -65,13 +65,14 @@ class ShardedBuffer:
         gradient: averages the gradients of the parameters over the ranks, and sets the `.grad` of local parameters.
         update: the last update of the shard that an optimizer has started asynchronously. `update.wait()` must be
             called before the shard is read or written; `gather` calls it.
+        keeps_address: whether the full buffer keeps its memory when it is resharded, see `keep_address`.
         resident: if True, `reshard` keeps the full buffer, but only while all parameters are frozen. The value is the
             same on every rank.
     """
 
     shard: torch.Tensor
     _ticket: Ticket | None = None
-    _keeps_address = False
+    keeps_address = False
 
     def __init__(
         self,
@@ -129,7 +130,7 @@ class ShardedBuffer:
                 shard itself.
         """
         self._source, self._target = source, target
-        if target is not None and self._keeps_address:
+        if target is not None and self.keeps_address:
             target.keep_address()
         self._cut = self.layout.cut_ranges(self.rank) if cut is None else cut
         # Copies from other GPUs' memory are not collectives, so they are not recorded in the collective log.
@@ -204,15 +205,10 @@ class ShardedBuffer:
         CUDA graphs read the full parameters at the addresses that they were recorded with. `gather` still fills the
         memory again after each `reshard`.
         """
-        self._keeps_address = True
+        self.keeps_address = True
         for memory in (self._target, self.storage.full):
             if memory is not None:
                 memory.keep_address()
-
-    @property
-    def keeps_address(self) -> bool:
-        """True if the full buffer keeps its memory when the buffer is resharded, because of `keep_address`."""
-        return self._keeps_address
 
     @property
     def needs_collective(self) -> bool:

@@ -22,6 +22,7 @@ import torch
 
 from ...engine.base.device_memory import DeviceMemory
 from ...engine.base.torch_internals import modes_see_compiled, top_saved_tensors_hooks
+from ...engine.blocks.block import CheckpointBlock
 from ...engine.blocks.observer import Observer
 from ...engine.blocks.recompute import ALWAYS, NEVER, Recompute
 from ...engine.runtime.world import World
@@ -117,8 +118,8 @@ class MemoryPlanner(Observer):
 
     def _is_planned(self, model: torch.nn.Module) -> bool:
         if model not in self._planned:
-            policies = (getattr(getattr(each, "_bmt", None), "recompute", None) for each in model.modules())
-            self._planned[model] = any(isinstance(policy, AutoCheckpoint) for policy in policies)
+            blocks = (module for module in model.modules() if isinstance(module, CheckpointBlock))
+            self._planned[model] = any(isinstance(block._bmt.recompute, AutoCheckpoint) for block in blocks)
         return self._planned[model]
 
     def finish_backward(self) -> None:

@@ -9,21 +9,26 @@
 // instructions limit this kernel, and it saves them: each thread updates eight elements, and four threads share a block
 // of 32; codes are unpacked and packed in pairs; one test for all eight elements finds rare cases (ties, NaN, weights
 // that others have changed, huge moments); square root, reciprocal and quotient are approximate, with errors of 2^-22,
-// far below those of the formats. A v below 2^-126 counts as 0.
+// far below those of the formats. A v below 2^-126 counts as 0. All loads are issued before the first is waited for:
+// the test for weights that others have changed would otherwise hold up the loads after it.
 #include "adam.cuh"
 
 constexpr int M_FRACTION = 4, ROOT_FRACTION = 5, COUNT = 8;
 
 // ---- eight masters ---------------------------------------------------------------------------------------
 
-template <typename T> __device__ __forceinline__ void load8(const T* p, long long i, float* y) {
-    constexpr int count = Wide<T>::count, loads = COUNT / count;
+template <typename T> struct Eight {  // eight elements as they are loaded
+    static constexpr int count = sizeof(T) * COUNT / 16;
+    uint4 words[count];
+    __device__ __forceinline__ void load(const T* p, long long i) {
 #pragma unroll
-    for (int k = 0; k < loads; k++) {  // two loads read the same sectors, so the first must not mark them for eviction
-        const uint4* from = (const uint4*)p + loads * i + k;
-        Wide<T>::unpack(loads == 1 ? load_once(from) : load_cached(from), y + count * k);
+        for (int k = 0; k < count; k++) words[k] = load_now((const uint4*)p + count * i + k, count == 1);
     }
-}
+    __device__ __forceinline__ void unpack(float* y) const {
+#pragma unroll
+        for (int k = 0; k < count; k++) Wide<T>::unpack(words[k], y + COUNT / count * k);
+    }
+};
 template <typename T> __device__ __forceinline__ void store8(T* p, long long i, const float* x) {
     constexpr int count = Wide<T>::count, stores = COUNT / count;
 #pragma unroll
@@ -31,28 +36,37 @@ template <typename T> __device__ __forceinline__ void store8(T* p, long long i, 
 }
 __device__ __forceinline__ void store8(none*, long long, const float*) {}
 
-template <typename W>
-__device__ __forceinline__ void load_master8(const float* p, const W*, long long i, float* y) {
-    load8(p, i, y);
-}
-__device__ __forceinline__ void load_master8(const short* p, const bf16* weight, long long i, float* y) {
-    uint4 residual = load_once((const uint4*)p + i), w = load_once((const uint4*)weight + i);
-    const unsigned r[4] = {residual.x, residual.y, residual.z, residual.w}, words[4] = {w.x, w.y, w.z, w.w};
-#pragma unroll
-    for (int k = 0; k < 4; k++) {
-        y[2 * k] = __uint_as_float((words[k] << 16) + (unsigned)(int)(short)r[k]);
-        y[2 * k + 1] = __uint_as_float((words[k] & 0xffff0000u) + (unsigned)((int)r[k] >> 16));
+// Eight masters as they are loaded: themselves, or weights and residuals.
+template <typename M, typename W> struct Masters {
+    Eight<M> stored;
+    __device__ __forceinline__ void load(const M* p, const W*, long long i) { stored.load(p, i); }
+    __device__ __forceinline__ void unpack(float* y) const { stored.unpack(y); }
+};
+template <> struct Masters<short, bf16> {
+    Eight<short> residuals;
+    Eight<bf16> weights;
+    __device__ __forceinline__ void load(const short* p, const bf16* weight, long long i) {
+        residuals.load(p, i), weights.load(weight, i);
     }
-    uint4 rounded = Wide<bf16>::pack(y);
-    if ((rounded.x ^ w.x) | (rounded.y ^ w.y) | (rounded.z ^ w.z) | (rounded.w ^ w.w)) {
+    __device__ __forceinline__ void unpack(float* y) const {
+        const uint4 residual = residuals.words[0], w = weights.words[0];
+        const unsigned r[4] = {residual.x, residual.y, residual.z, residual.w}, words[4] = {w.x, w.y, w.z, w.w};
 #pragma unroll
-        for (int k = 0; k < COUNT; k++) {  // as in `join` (adam.cuh): a weight that was changed since is the new master
-            bf16 own = as_bf16(words[k / 2] >> 16 * (k % 2)), found;
-            from_float(y[k], found);
-            y[k] = found.bits == own.bits ? y[k] : to_float(own);
+        for (int k = 0; k < 4; k++) {
+            y[2 * k] = __uint_as_float((words[k] << 16) + (unsigned)(int)(short)r[k]);
+            y[2 * k + 1] = __uint_as_float((words[k] & 0xffff0000u) + (unsigned)((int)r[k] >> 16));
+        }
+        uint4 rounded = Wide<bf16>::pack(y);
+        if ((rounded.x ^ w.x) | (rounded.y ^ w.y) | (rounded.z ^ w.z) | (rounded.w ^ w.w)) {
+#pragma unroll
+            for (int k = 0; k < COUNT; k++) {  // as in `join` (adam.cuh): a weight that was changed since is the master
+                bf16 own = as_bf16(words[k / 2] >> 16 * (k % 2)), found;
+                from_float(y[k], found);
+                y[k] = found.bits == own.bits ? y[k] : to_float(own);
+            }
         }
     }
-}
+};
 
 // The residual 32768 of a master halfway between two weights (a tie) that is rounded down needs a tie flag, which does
 // not exist here. Move such masters by their last bit.
@@ -150,10 +164,15 @@ extern "C" __global__ __launch_bounds__(256) void adam8_update(
     bool wide = aligned && inside == COUNT;
     float g[COUNT] = {}, p[COUNT] = {};
     unsigned m_codes[2] = {}, root_codes[2] = {}, m_exponent = 0, root_exponent = 0;
+    if (inside > 0) {
+        m_exponent = load_now(exp_avg_exponents + block), root_exponent = load_now(exp_avg_sq_exponents + block);
+    }
     if (wide) {
-        load8(grad, thread, g);
-        load_master8(master, weight, thread, p);
-        uint2 codes = load_once((const uint2*)exp_avg + thread), roots = load_once((const uint2*)exp_avg_sq + thread);
+        Masters<MASTER, WEIGHT> masters;
+        Eight<GRAD> grads;
+        masters.load(master, weight, thread), grads.load(grad, thread);
+        uint2 codes = load_now((const uint2*)exp_avg + thread), roots = load_now((const uint2*)exp_avg_sq + thread);
+        masters.unpack(p), grads.unpack(g);
         m_codes[0] = codes.x, m_codes[1] = codes.y, root_codes[0] = roots.x, root_codes[1] = roots.y;
     } else {
         for (int k = 0; k < inside; k++) {
@@ -163,7 +182,6 @@ extern "C" __global__ __launch_bounds__(256) void adam8_update(
             root_codes[k / 4] |= (unsigned)exp_avg_sq[first + k] << 8 * (k % 4);
         }
     }
-    if (inside > 0) m_exponent = exp_avg_exponents[block], root_exponent = exp_avg_sq_exponents[block];
     const Record r = *(const Record*)record;  // loaded last, so that the other loads do not wait for it
     if (r.skip != 0.0f) return;
 

@@ -98,6 +98,32 @@ __device__ __forceinline__ unsigned load_once(const unsigned* p) { return __ldcs
 __device__ __forceinline__ void store_once(uint4* p, uint4 v) { __stcs(p, v); }
 __device__ __forceinline__ void store_once(uint2* p, uint2 v) { __stcs(p, v); }
 __device__ __forceinline__ void store_once(unsigned* p, unsigned v) { __stcs(p, v); }
+// Load like load_once or, for two loads of the same 32 bytes, without its hint: the first one must not mark them for
+// eviction. The compiler does not move these loads to where the values are used, as it does with others, so all those
+// of a thread are on their way before it waits for the first.
+__device__ __forceinline__ uint4 load_now(const uint4* p, bool once) {
+    const auto from = __cvta_generic_to_global(p);
+    uint4 v;
+    if (once)
+        asm volatile("ld.global.cs.v4.u32 {%0, %1, %2, %3}, [%4];"
+                     : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+                     : "l"(from));
+    else
+        asm volatile("ld.global.v4.u32 {%0, %1, %2, %3}, [%4];"
+                     : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+                     : "l"(from));
+    return v;
+}
+__device__ __forceinline__ uint2 load_now(const uint2* p) {
+    uint2 v;
+    asm volatile("ld.global.cs.v2.u32 {%0, %1}, [%2];" : "=r"(v.x), "=r"(v.y) : "l"(__cvta_generic_to_global(p)));
+    return v;
+}
+__device__ __forceinline__ unsigned load_now(const unsigned char* p) {
+    unsigned v;
+    asm volatile("ld.global.u8 %0, [%1];" : "=r"(v) : "l"(__cvta_generic_to_global(p)));
+    return v;
+}
 // Access memory without a cache hint, for data that is used again soon.
 template <typename V> __device__ __forceinline__ V load_cached(const V* p) { return *p; }
 template <typename V> __device__ __forceinline__ void store_cached(V* p, V v) { *p = v; }

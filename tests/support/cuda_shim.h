@@ -233,6 +233,9 @@ inline uint2 load_once(const uint2* p) { return *aligned(p, 8); }
 inline void store_once(uint2* p, uint2 v) { *aligned(p, 8) = v; }
 inline unsigned load_once(const unsigned* p) { return *aligned(p, 4); }
 inline void store_once(unsigned* p, unsigned v) { *aligned(p, 4) = v; }
+inline uint4 load_now(const uint4* p, bool) { return *aligned(p, 16); }
+inline uint2 load_now(const uint2* p) { return *aligned(p, 8); }
+inline unsigned load_now(const unsigned char* p) { return *p; }
 template <typename V> V load_cached(const V* p) { return *aligned(p, sizeof(V)); }
 template <typename V> void store_cached(V* p, V v) { *aligned(p, sizeof(V)) = v; }
 template <typename T> void load4(const T* p, long long i, float* y) {

@@ -89,7 +89,10 @@ def dropout_changes(family):
 
 
 def kept_outputs():
-    """What happens to outputs that are kept beyond a step, once graphs are replayed."""
+    """What happens to results that are kept beyond a step, once graphs are replayed.
+
+    Return whether hidden states kept their values, and the error of a step in which a hook's result is still in use.
+    """
     torch._dynamo.reset()
     device = bmt.current_world().device
     # BERT, because its last hidden state is the output of its last block; in Llama, a norm follows.
@@ -102,16 +105,23 @@ def kept_outputs():
 
     for number in range(STEPS):
         step(number)
-    last = step(20, output_hidden_states=True).hidden_states[-1].detach()
-    before = last.clone()
+    # In the first step that returns hidden states, the first block is still replayed, so only the last one is kept.
+    kept = [step(20, output_hidden_states=True).hidden_states[-1].detach()]
     step(21)
-    same = torch.equal(last, before)
-    hidden = step(22, output_hidden_states=True).hidden_states[1].detach()
+    kept += [hidden.detach() for hidden in step(22, output_hidden_states=True).hidden_states]
+    before = [hidden.clone() for hidden in kept]
+    step(23)
+    same = all(map(torch.equal, kept, before))
+    stored = []
+    first = next(module for module in model.modules() if isinstance(module, CheckpointBlock))
+    hook = first.register_forward_hook(lambda module, args, output: stored.append(output))
+    step(24)
+    hook.remove()
     try:
-        step(23)
+        step(25)
     except RuntimeError as error:
         refused = str(error)
     else:
         refused = ""
-    del hidden
+    del stored
     return same, refused

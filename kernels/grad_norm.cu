@@ -64,14 +64,13 @@ extern "C" __global__ __launch_bounds__(256) void piece_squares(const ELEMENT* x
     if (threadIdx.x == 0) partials[blockIdx.x] = sum;
 }
 
-// Write the sum of partials[firsts[s] .. firsts[s + 1]) to out[s] for each segment s, one warp per segment.
+// Write the sum of partials[firsts[s] .. firsts[s + 1]) to out[s] for each segment s, one block per segment.
 extern "C" __global__ __launch_bounds__(256) void segment_squares(const double* partials,
-                                                                  const long long* firsts, int segments,
-                                                                  double* out) {
-    int segment = blockIdx.x * (blockDim.x / 32) + threadIdx.x / 32, lane = threadIdx.x % 32;
-    if (segment >= segments) return;  // true for all threads of a warp or for none
+                                                                  const long long* firsts, double* out) {
+    const long long end = firsts[blockIdx.x + 1];
     double sum = 0.0;
-    for (long long i = firsts[segment] + lane; i < firsts[segment + 1]; i += 32) sum += partials[i];
-    for (int offset = 16; offset > 0; offset >>= 1) sum += __shfl_xor_sync(0xffffffffu, sum, offset);
-    if (lane == 0) out[segment] = sum;
+#pragma unroll 8
+    for (long long i = firsts[blockIdx.x] + threadIdx.x; i < end; i += blockDim.x) sum += partials[i];
+    sum = block_sum(sum);
+    if (threadIdx.x == 0) out[blockIdx.x] = sum;
 }

@@ -197,8 +197,7 @@ def _add_up(partials: torch.Tensor, firsts: torch.Tensor, out: torch.Tensor) -> 
     firsts: (k + 1,) int64, non-decreasing, from 0 to n.
     out: (k,) float64.
     """
-    blocks = -(-out.numel() // (THREADS // 32))
-    kernel(variant(torch.float32), "segment_squares", out.device)(blocks, THREADS, partials, firsts, out.numel(), out)
+    kernel(variant(torch.float32), "segment_squares", out.device)(out.numel(), THREADS, partials, firsts, out)
 
 
 def _segmented_on_cpu(flat: torch.Tensor, segments: Segments) -> torch.Tensor:

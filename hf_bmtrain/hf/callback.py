@@ -30,6 +30,7 @@ from .losses.mean import follow_mean_loss
 from .losses.router import average_router_loss
 from .losses.short_batch import follow_short_batch
 from .losses.short_training_batch import follow_short_training_batch
+from .run_ahead import RunAhead, copy_batches_without_waiting
 from .shared_rows import count_rows_once, follow_shared_rows
 from .speed import ParameterCount, Speedometer
 from .staging import StagedWeights
@@ -94,6 +95,7 @@ class BMTrainCallback(TrainerCallback):
         self._speed: Speedometer | None = None
         self._router: RouterLoad | None = None
         self._numbers: BadNumbers | None = None
+        self._ahead: RunAhead | None = None
         self._compiled = False
         self._report: dict[str, float] = {}
 
@@ -105,6 +107,8 @@ class BMTrainCallback(TrainerCallback):
         self._adopt(args, model)
         self._prepare_saves()
         self._follow_losses(model)
+        if (trainer := calling_trainer()) is not None:
+            copy_batches_without_waiting(trainer)
         world, problem = current_world(), None
         world.barrier("Trainer(...)")
         if world.rank == 0:
@@ -176,6 +180,7 @@ class BMTrainCallback(TrainerCallback):
         if isinstance(count := getattr(model, "num_parameters", None), ParameterCount):
             count.renew()
         self._numbers = BadNumbers(model.parameters())
+        self._ahead = RunAhead(calling_trainer(), model)
         self._termination = Termination() if self._save_on_sigterm else None
         if args.torch_compile and not self._compiled:
             for block in model.modules():
@@ -192,10 +197,10 @@ class BMTrainCallback(TrainerCallback):
     def _close(self) -> None:
         if self._checkpoints is not None:  # if training failed during a save, delete the incomplete checkpoint
             self._checkpoints.withdraw()
-        for part in (self._speed, self._router, self._termination, self._numbers):
+        for part in (self._speed, self._router, self._termination, self._numbers, self._ahead):
             if part is not None:
                 part.close()
-        self._checkpoints = self._speed = self._router = self._termination = self._numbers = None
+        self._checkpoints = self._speed = self._router = self._termination = self._numbers = self._ahead = None
 
     # -- checkpoints --------------------------------------------------------------------------------------------
 

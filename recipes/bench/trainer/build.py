@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, PrinterCallback, Trainer, Trainin
 from bench.four_bit import four_bit
 from bench.models import fill, is_classifier, layers_of, make_config, make_model
 from bench.trainer.data import Sequences, make_tokenizer
-from bench.trainer.rows import BY_LAYER, FUSED, GRAPHS, KEPT, LIGER, ROWS, Cell, Job, Row
+from bench.trainer.rows import BY_LAYER, FUSED, GRAPHS, KEPT, LIGER, NON_BLOCKING, ROWS, Cell, Job, Row
 from bench.trainer.step_clock import StepClock
 
 RENAMED = {"gradient_checkpointing": "activation_checkpointing"}
@@ -119,7 +119,8 @@ def training_arguments(cell: Cell, job: Job, folder: Path) -> TrainingArguments:
         "learning_rate": job.lr, "bf16": row.bf16 and (row.adapters or cell.column != "ours"),
         "torch_compile": row.compile, "torch_compile_mode": "reduce-overhead" if GRAPHS in cell.variant else None,
         "use_cpu": not torch.cuda.is_available(), "seed": 0,
-        "use_liger_kernel": cell.variant == LIGER,
+        "use_liger_kernel": LIGER in cell.variant,
+        "accelerator_config": {"non_blocking": True} if NON_BLOCKING in cell.variant else None,
         "logging_strategy": "no", "save_strategy": "no", "report_to": "none", "disable_tqdm": True,
     }  # fmt: skip
     if row.sft:

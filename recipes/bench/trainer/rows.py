@@ -48,9 +48,11 @@ ROWS = {
 COLUMNS = {"ours": "hf_bmtrain", "plain": "plain, 1 rank", "ddp": "DDP", "fsdp2": "FSDP2"}
 """In the order in which the cells of a row are measured."""
 FUSED, KEPT, BY_LAYER, LIGER, GRAPHS = "fused loss", "kept", "by layer", "Liger", "CUDA graphs"
+NON_BLOCKING = "non-blocking"
 """Variants: ours with `fuse_causal_loss`; FSDP2 that does not reshard after forward; Accelerate's regional compilation,
 without which torch_compile=True compiles the whole model; TrainingArguments(use_liger_kernel=True), which computes the
-loss without whole logits; TrainingArguments(torch_compile_mode="reduce-overhead")."""
+loss without whole logits; TrainingArguments(torch_compile_mode="reduce-overhead"); copies of batches for which Trainer
+does not wait, with TrainingArguments(accelerator_config={"non_blocking": True}), which our callback sets itself."""
 
 
 @dataclass(frozen=True)
@@ -103,6 +105,8 @@ def variants(row: Row, column: str, which: str) -> list[str]:
     else:
         found = ["", *([BY_LAYER] if row.compile and which == "all" else []), *([LIGER] if row.long else [])]
         found += [GRAPHS] if row.compile and not row.long else []
+    if which == "all" and column != "ours":
+        found += [", ".join(filter(None, [variant, NON_BLOCKING])) for variant in found]
     return found[:1] if which == "first" else found
 
 

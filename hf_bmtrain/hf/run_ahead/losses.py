@@ -1,0 +1,53 @@
+"""Replace inf and nan in Trainer's losses without waiting for the GPU."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+
+class LossFilter:
+    """Does on the device what Trainer does with `logging_nan_inf_filter`, its default, on the host.
+
+    If the loss of a micro-batch is inf or nan, Trainer adds the mean of the losses since the last log entry to their
+    sum instead. To find this out, it reads each loss, and so waits until the GPU has computed the backward. This class
+    replaces `training_step` of a Trainer by one whose result has the mean in place of inf or nan, and tells Trainer so.
+
+    Args:
+        trainer: the Trainer, until `close`.
+    """
+
+    def __init__(self, trainer: Any) -> None:
+        self._trainer, self._step = trainer, trainer.training_step
+        self._had_own = vars(trainer).get("training_step")
+        trainer.training_step = self._training_step
+
+    def _training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        loss, trainer = self._step(*args, **kwargs), self._trainer
+        if not trainer.args.logging_nan_inf_filter:
+            return loss
+        mean = trainer._tr_loss / (1 + trainer.state.global_step - trainer._globalstep_last_logged)
+        return torch.where(loss.isfinite(), loss, mean).as_subclass(_Finite)
+
+    def close(self) -> None:
+        """Restore the Trainer's own `training_step`, unless the program has replaced it since."""
+        if vars(self._trainer).get("training_step") != self._training_step:
+            return
+        del self._trainer.training_step
+        if self._had_own is not None:
+            self._trainer.training_step = self._had_own
+
+
+class _Finite(torch.Tensor):
+    """A tensor that is known to contain neither inf nor nan: torch.isnan and torch.isinf of it do not read it.
+
+    Results of other functions are plain tensors.
+    """
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        with torch._C.DisableTorchFunctionSubclass():
+            if func in (torch.isnan, torch.isinf):
+                return torch.zeros(args[0].shape, dtype=torch.bool)  # on the host, which reads it
+            return func(*args, **(kwargs or {}))

@@ -1,4 +1,4 @@
-"""Steps of stock Trainer in which the host never waits for the GPU, as torch's debug mode and a late device tell."""
+"""Steps of stock Trainer in which the host never waits for the GPU, as torch's debug mode tells."""
 
 import pytest
 import torch
@@ -8,25 +8,20 @@ import hf_bmtrain as bmt
 
 pytestmark = pytest.mark.gpu
 WARM, WATCHED, LENGTH = 4, 3, 32
-LATE = 1_000_000_000
-"""Cycles, half a second: a step of the host takes a tenth of that."""
 
 
 class Watch(TrainerCallback):
-    """Lets the device be late from the step after the first WARM on, and raises where the host waits for it."""
+    """Raises where the host waits for the device after the first WARM steps, also while batches are collected."""
 
     def __init__(self):
         self.watched = 0
 
     def on_step_begin(self, args, state, control, **kwargs):
-        if state.global_step >= WARM:
-            torch.cuda.set_sync_debug_mode("error")  # also while the next batch is collected
-            torch.cuda._sleep(LATE)
+        if state.global_step == WARM:
+            torch.cuda.set_sync_debug_mode("error")
 
     def on_step_end(self, args, state, control, **kwargs):
-        if state.global_step > WARM:
-            assert not torch.cuda.current_stream().record_event().query(), "the host waited for the device"
-            self.watched += 1
+        self.watched += state.global_step > WARM
         if self.watched == WATCHED:
             torch.cuda.set_sync_debug_mode("default")
 

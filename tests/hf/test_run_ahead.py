@@ -202,6 +202,17 @@ def test_masks_with_zeros(questions, change) -> None:
     assert found is not None and not found[0, 0, -1, -1] and found[1, 0, -1, -1]
 
 
+def test_masks_without_versions(questions) -> None:
+    with torch.inference_mode():
+        mask = sent(torch.ones(2, LENGTH, dtype=torch.long))
+        assert causal_mask(mask) is None
+
+
+def test_positions_of_another_model_are_read(questions) -> None:
+    questions._counting.append(LlamaConfig())
+    test_packed_positions_are_read(questions)
+
+
 def test_packed_positions_are_read(questions) -> None:
     positions = torch.tensor([[0, 1, 2, 0, 1, 2, 3, 4]])
     found = causal_mask(None, positions=positions)
@@ -213,7 +224,7 @@ def test_a_forward_that_fails_is_forgotten(questions) -> None:
     followed = masks.MaskQuestions(model)
     with pytest.raises(IndexError):
         model(torch.tensor([[99]]))
-    assert followed._counted == []
+    assert followed._counting == []
     followed.close()
 
 

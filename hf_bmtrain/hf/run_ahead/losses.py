@@ -25,9 +25,10 @@ class LossFilter:
 
     def _training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         loss, trainer = self._step(*args, **kwargs), self._trainer
-        if not trainer.args.logging_nan_inf_filter:
+        logged = getattr(trainer, "_tr_loss", None)  # None in old releases of transformers, which wait as before
+        if logged is None or not trainer.args.logging_nan_inf_filter:
             return loss
-        mean = trainer._tr_loss / (1 + trainer.state.global_step - trainer._globalstep_last_logged)
+        mean = logged / (1 + trainer.state.global_step - trainer._globalstep_last_logged)
         return torch.where(loss.isfinite(), loss, mean).as_subclass(_Finite)
 
     def close(self) -> None:

@@ -38,7 +38,8 @@ class MaskQuestions:
 
     def __init__(self, model: torch.nn.Module) -> None:
         self._handles: list[Any] = []
-        self._counted: list[bool] = []  # whether each running forward, from the outermost, counts positions itself
+        # For each running forward, from the outermost: its model's config, if it counts positions itself.
+        self._counting: list[Any] = []
         self._ask: Callable[..., Any] = getattr(masking_utils, "_preprocess_mask_arguments", lambda: None)
         self._send = data_loader.send_to_device
         if [*inspect.signature(self._ask).parameters][:5] not in _FIRST:
@@ -52,10 +53,11 @@ class MaskQuestions:
 
     def _follow(self, module: torch.nn.Module, counts: bool) -> None:
         def before(module: torch.nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
-            self._counted.append(counts and len(args) < 2 and kwargs.get(_POSITIONS) is None)
+            counted = counts and len(args) < 2 and kwargs.get(_POSITIONS) is None
+            self._counting.append(module.config if counted else None)
 
         def after(module: torch.nn.Module, args: tuple, output: Any) -> None:
-            self._counted.pop()
+            self._counting.pop()
 
         self._handles.append(module.register_forward_pre_hook(before, prepend=True, with_kwargs=True))
         self._handles.append(module.register_forward_hook(after, always_call=True))
@@ -69,19 +71,22 @@ class MaskQuestions:
         if len(args) < len(_FIRST[0]):
             return self._ask(*args, **kwargs)
         config, embeddings, mask, cache, positions, *others = args
-        if self._counted and self._counted[-1]:
+        if self._counting and self._counting[-1] is config:
             positions = None
         ready, result, *sizes = self._ask(config, embeddings, mask, cache, positions, *others, **kwargs)
-        if not ready and cache is None and getattr(mask, _FULL, None) == getattr(mask, "_version", -1):
+        if not ready and cache is None and hasattr(mask, _FULL) and getattr(mask, _FULL) == mask._version:
             result = None
         return ready, result, *sizes
 
     def _send_and_note(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
-        """Replace the function with which Accelerate's data loaders copy a batch to the device."""
+        """Replace the function with which Accelerate's data loaders copy a batch to the device.
+
+        It returns the copied batch. Its mask, if it has no zeros, has the attribute `_FULL`.
+        """
         mask = batch.get(_MASK) if isinstance(batch, Mapping) else None
         full = isinstance(mask, torch.Tensor) and mask.device.type == "cpu" and mask.ndim == 2 and bool(mask.all())
         sent = self._send(batch, *args, **kwargs)
-        if full:
+        if full and not sent[_MASK].is_inference():  # those have no version
             setattr(sent[_MASK], _FULL, sent[_MASK]._version)
         return sent
 
@@ -89,7 +94,7 @@ class MaskQuestions:
         """Restore what was replaced. Called when training ends."""
         for handle in self._handles:
             handle.remove()
-        if masking_utils._preprocess_mask_arguments == self._answer:
+        if getattr(masking_utils, "_preprocess_mask_arguments", None) == self._answer:
             masking_utils._preprocess_mask_arguments = self._ask
         if data_loader.send_to_device == self._send_and_note:
             data_loader.send_to_device = self._send

@@ -30,7 +30,7 @@ from .losses.mean import follow_mean_loss
 from .losses.router import average_router_loss
 from .losses.short_batch import follow_short_batch
 from .losses.short_training_batch import follow_short_training_batch
-from .run_ahead import RunAhead, copy_batches_without_waiting
+from .run_ahead import RunAhead
 from .shared_rows import count_rows_once, follow_shared_rows
 from .speed import ParameterCount, Speedometer
 from .staging import StagedWeights
@@ -107,8 +107,6 @@ class BMTrainCallback(TrainerCallback):
         self._adopt(args, model)
         self._prepare_saves()
         self._follow_losses(model)
-        if (trainer := calling_trainer()) is not None:
-            copy_batches_without_waiting(trainer)
         world, problem = current_world(), None
         world.barrier("Trainer(...)")
         if world.rank == 0:
@@ -180,7 +178,7 @@ class BMTrainCallback(TrainerCallback):
         if isinstance(count := getattr(model, "num_parameters", None), ParameterCount):
             count.renew()
         self._numbers = BadNumbers(model.parameters())
-        self._ahead = RunAhead(calling_trainer(), model)
+        self._ahead = RunAhead(calling_trainer(), model, kwargs.get("train_dataloader"))
         self._termination = Termination() if self._save_on_sigterm else None
         if args.torch_compile and not self._compiled:
             for block in model.modules():

@@ -16,6 +16,7 @@ import torch
 from transformers import Trainer
 
 from ..engine.blocks.observer import Observer
+from ..engine.comm.streams import finish
 from ..engine.runtime.world import current_world
 from ..engine.sharding.parameter import DistributedParameter
 from ..engine.wrap.accelerator import ranks_per_row
@@ -69,8 +70,12 @@ class Speedometer(Observer):
         self._flops += flops / shared
 
     def pause(self) -> None:
-        """Stop the clock until `resume`, so that evaluations and saves do not count as training time."""
+        """Stop the clock until `resume`, so that evaluations and saves do not count as training time.
+
+        The host waits until the GPU has ended the steps before, which are training time.
+        """
         if self._paused is None:
+            finish(current_world().device)
             self._paused = time.perf_counter()
 
     def resume(self) -> None:
@@ -82,7 +87,7 @@ class Speedometer(Observer):
         """Return entries for Trainer's log: speeds since the last call, and the largest peak memory of a rank.
 
         Collective: every rank must call it. The speeds are samples_per_second and tokens_per_second of all ranks
-        together, and model_tflops_per_device.
+        together, and model_tflops_per_device. The host waits for the GPU, which may be steps behind.
         """
         world = current_world()
         counts = [self._samples, self._tokens, self._flops]
@@ -90,11 +95,11 @@ class Speedometer(Observer):
         world.reduce.all_reduce(totals).wait()
         memory = torch.tensor([_peak_memory(world.device)], dtype=torch.float64, device=world.device)
         world.reduce.all_reduce(memory, maximum=True).wait()
+        (samples, tokens, flops), peak = totals.tolist(), memory.item()
         now = time.perf_counter() if self._paused is None else self._paused
         seconds = max(now - self._since, 1e-9)
         self._since, self._samples, self._tokens, self._flops = now, 0.0, 0.0, 0.0
-        samples, tokens, flops = totals.tolist()
-        report = {"samples_per_second": samples / seconds, "peak_memory_gib": memory.item() / 2**30}
+        report = {"samples_per_second": samples / seconds, "peak_memory_gib": peak / 2**30}
         if tokens:
             report["tokens_per_second"] = tokens / seconds
         if flops:

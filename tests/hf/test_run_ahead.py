@@ -1,14 +1,17 @@
 """What Trainer, Accelerate and transformers read from the GPU in a step, and that nothing changes without it."""
 
+import functools
 import inspect
 import math
 import traceback
-from types import SimpleNamespace
 from unittest import mock
 
 import pytest
 import torch
+import transformers
+from accelerate.data_loader import DataLoaderShard
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.data import DataLoader
 from transformers import (
     DataCollatorWithPadding,
     LlamaConfig,
@@ -22,8 +25,8 @@ from transformers import (
 
 import hf_bmtrain as bmt
 from cases import in_full
-from hf_bmtrain.hf.run_ahead import batches, masks
-from tiny_models import build
+from hf_bmtrain.hf.run_ahead import RunAhead, masks
+from hf_bmtrain.hf.run_ahead.batches import BatchCopies
 
 LENGTH, STEPS = 8, 6
 CACHE = [*inspect.signature(masking_utils.create_causal_mask).parameters][3]
@@ -71,7 +74,8 @@ def make_trainer(folder, model, ours, kind="none", cls=Trainer, callbacks=(), **
         disable_tqdm=True, max_grad_norm=0.0, **options,
     )  # fmt: skip
     if ours:
-        model = bmt.auto_wrap(model)
+        wrapped = any(isinstance(module, bmt.CheckpointBlock) for module in model.modules())
+        model = model if wrapped else bmt.auto_wrap(model)
     callbacks = [*([bmt.hf.BMTrainCallback()] if ours else []), *callbacks]
     return cls(model, arguments, train_dataset=rows(kind), eval_dataset=rows(kind)[:4], callbacks=callbacks)
 
@@ -159,18 +163,77 @@ def test_losses_of_inf_and_nan(world, folder, options, filtered) -> None:
     assert bool(ours.isfinite().all()) == filtered
 
 
+class OwnLoop(Trainer):
+    def _run_epoch(self, *args, **kwargs):
+        return super()._run_epoch(*args, **kwargs)
+
+
+class OwnLoader(Trainer):
+    def get_train_dataloader(self):
+        return super().get_train_dataloader()
+
+
+class OwnLoss(Trainer):
+    def compute_loss(self, *args, **kwargs):
+        return super().compute_loss(*args, **kwargs)
+
+
+def own_collator(rows):
+    return default_data_collator(rows)
+
+
+class OwnCollator(DataCollatorWithPadding):
+    pass
+
+
+def removed(folder, cls, collator=None):
+    """Whether losses, batches and masks are not waited for, and what is logged."""
+    trainer = make_trainer(folder, llama("sdpa"), False, "ones", cls)
+    trainer.data_collator = trainer.data_collator if collator is None else collator
+    loader = trainer.get_train_dataloader()
+    ahead = RunAhead(trainer, trainer.model, loader)
+    found = "training_step" in vars(trainer), loader._non_blocking, type(loader.base_dataloader) is not DataLoader
+    ahead.close()
+    assert "training_step" not in vars(trainer) and not loader._non_blocking
+    assert type(loader.base_dataloader) is DataLoader
+    return found
+
+
+@pytest.mark.parametrize(
+    ("cls", "collator", "expected"),
+    [
+        (Trainer, None, (True, True, True)),
+        (Trainer, default_data_collator, (True, True, True)),
+        (Trainer, DataCollatorWithPadding(mock.Mock()), (True, True, True)),
+        (Trainer, own_collator, (True, False, False)),
+        (Trainer, OwnCollator(mock.Mock()), (True, False, False)),
+        (OwnLoader, None, (True, False, False)),
+        (OwnLoss, None, (True, True, False)),
+        (OwnLoop, None, (False, True, True)),
+    ],
+)
+def test_methods_of_the_program_keep_waits(folder, caplog, cls, collator, expected) -> None:
+    with caplog.at_level("INFO", "hf_bmtrain"):
+        assert removed(folder, cls, collator) == expected
+    reasons = [
+        name for name in ("_run_epoch", "get_train_dataloader", "data_collator", "compute_loss") if name in caplog.text
+    ]
+    assert len(reasons) == (expected != (True, True, True))
+
+
+def dispatched(folder):
+    """Batches that one process reads for all are copied as before."""
+    options = {"accelerator_config": {"dispatch_batches": True, "split_batches": True}}
+    trainer = make_trainer(folder, llama("sdpa"), True, "ones", **options)
+    assert not BatchCopies.supports(trainer.get_train_dataloader())
+    trainer.train()
+
+
+def test_dispatched_batches(world, folder) -> None:
+    world(1)(dispatched, folder)
+
+
 # -- masks ----------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def questions():
-    found = masks.MaskQuestions(llama("sdpa"))
-    yield found
-    found.close()
-
-
-def sent(mask: torch.Tensor) -> torch.Tensor:
-    return masks.data_loader.send_to_device({"attention_mask": mask}, torch.device("cpu"))["attention_mask"]
 
 
 def causal_mask(mask, attention="sdpa", positions=None):
@@ -180,9 +243,29 @@ def causal_mask(mask, attention="sdpa", positions=None):
     )
 
 
+@pytest.fixture
+def during_forward():
+    """What a mask is made in: the forward of a model that counts positions."""
+    model = llama("sdpa").model
+    hook = masks._Forward(model, masking_utils._preprocess_mask_arguments)
+    hook(model, (), {})
+    yield
+    hook.end(model, (), None)
+
+
+def noted(mask: torch.Tensor) -> torch.Tensor:
+    """The mask as the forward gets it."""
+    row = {"attention_mask": mask}
+    loader = DataLoaderShard([row], batch_size=None, device=torch.device("cpu"))
+    BatchCopies(loader, note_masks=True)
+    (batch,) = loader
+    assert type(batch["attention_mask"]) is torch.Tensor
+    return batch["attention_mask"]
+
+
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
-def test_masks_of_ones(questions, attention) -> None:
-    mask = sent(torch.ones(2, LENGTH, dtype=torch.long))
+def test_masks_of_ones(during_forward, attention) -> None:
+    mask = noted(torch.ones(2, LENGTH, dtype=torch.long))
     with Reads() as counted:
         ours = causal_mask(mask, attention)
     assert counted.of_masks == 0
@@ -191,140 +274,134 @@ def test_masks_of_ones(questions, attention) -> None:
 
 
 @pytest.mark.parametrize("change", ["before", "after"])
-def test_masks_with_zeros(questions, change) -> None:
+def test_masks_with_zeros(during_forward, change) -> None:
     mask = torch.ones(2, LENGTH, dtype=torch.long)
     if change == "before":
         mask[0, -2:] = 0
-    mask = sent(mask)
+    mask = noted(mask)
     if change == "after":
         mask[0, -2:] = 0
     found = causal_mask(mask)
     assert found is not None and not found[0, 0, -1, -1] and found[1, 0, -1, -1]
 
 
-def test_masks_without_versions(questions) -> None:
+def test_masks_without_versions(during_forward) -> None:
     with torch.inference_mode():
-        mask = sent(torch.ones(2, LENGTH, dtype=torch.long))
-        assert causal_mask(mask) is None
+        assert causal_mask(noted(torch.ones(2, LENGTH, dtype=torch.long))) is None
 
 
-def test_positions_of_another_model_are_read(questions) -> None:
-    questions._counting.append(LlamaConfig())
-    test_packed_positions_are_read(questions)
+def test_masks_of_a_program(during_forward) -> None:
+    """A function of the program may need a tensor."""
+    given = []
+
+    def own(*args, attention_mask=None, **kwargs):
+        given.append(attention_mask)
+
+    masking_utils.ALL_MASK_ATTENTION_FUNCTIONS.register("own", own)
+    transformers.AttentionInterface.register("own", own)
+    causal_mask(noted(torch.ones(2, LENGTH, dtype=torch.long)), "own")
+    assert given[0] is not None and given[0].all()
 
 
-def test_packed_positions_are_read(questions) -> None:
-    positions = torch.tensor([[0, 1, 2, 0, 1, 2, 3, 4]])
-    found = causal_mask(None, positions=positions)
+def test_masks_in_compiled_code(during_forward) -> None:
+    mask = noted(torch.ones(2, LENGTH, dtype=torch.long))
+    compiled = torch.compile(causal_mask, backend="eager", fullgraph=True)
+    assert compiled(mask, "eager").shape == (2, 1, LENGTH, LENGTH)
+
+
+PACKED = torch.tensor([[0, 1, 2, 0, 1, 2, 3, 4]])
+
+
+def test_packed_positions_of_another_model_are_read(during_forward) -> None:
+    found = causal_mask(None, positions=PACKED)
     assert found is not None and not found[0, 0, -1, 0]
 
 
-def test_a_forward_that_fails_is_forgotten(questions) -> None:
-    model = llama("sdpa")
-    followed = masks.MaskQuestions(model)
-    with pytest.raises(IndexError):
-        model(torch.tensor([[99]]))
-    assert followed._counting == []
-    followed.close()
+def by_hook(model):
+    model.model.register_forward_pre_hook(
+        lambda *given: (given[1], given[2] | {"position_ids": PACKED}), with_kwargs=True
+    )
 
 
-class Seen(TrainerCallback):
-    def __init__(self):
-        self.functions = []
-
-    def on_step_end(self, args, state, control, **kwargs):
-        self.functions.append(functions())
+def by_attribute(model):
+    forward = model.model.forward
+    model.model.forward = functools.wraps(forward)(lambda **given: forward(**given | {"position_ids": PACKED}))
 
 
-def functions():
-    return masking_utils._preprocess_mask_arguments, masks.data_loader.send_to_device
+def by_class(model):
+    forward = type(model.model).forward
+
+    @functools.wraps(forward)
+    def packed(self, **given):
+        return forward(self, **given | {"position_ids": PACKED})
+
+    model.model.__class__ = type("Packed", (type(model.model),), {"forward": packed})
 
 
-def trained_twice(folder):
-    before, seen, hooks = functions(), Seen(), []
-    trainer = make_trainer(folder, llama("sdpa"), True, callbacks=[seen])
-    for _ in range(2):
-        trainer.train()
-        assert functions() == before and seen.functions[-1] != before
-        assert "training_step" not in vars(trainer)
-        hooks.append([len(module._forward_pre_hooks) for module in trainer.model.modules()])
-    assert hooks[0] == hooks[1]
-
-
-def test_training_restores_what_it_replaced(world, folder) -> None:
-    world(1)(trained_twice, folder)
+@pytest.mark.parametrize("pack", [by_hook, by_attribute, by_class])
+def test_packed_positions_that_a_program_adds_are_read(pack) -> None:
+    model, tokens = llama("sdpa"), torch.arange(2 * LENGTH).reshape(2, LENGTH)
+    pack(model)
+    plain = model(tokens, use_cache=False).logits
+    shortcuts = masks.MaskShortcuts(model)
+    assert torch.equal(model(tokens, use_cache=False).logits, plain)
+    shortcuts.close()
 
 
 @pytest.mark.parametrize(
-    ("source", "counts"),
+    ("body", "counts"),
     [
-        ("position_ids = torch.arange(3)\nposition_ids = position_ids.unsqueeze(0)", True),
+        ("position_ids = torch.arange(3)[None, :]", True),
+        ("position_ids = torch.arange(3, device=x.device) + seen\nposition_ids = position_ids.unsqueeze(0)", True),
+        ("position_ids = torch.arange(3) % 2", False),
+        ("position_ids = torch.arange(3)\nposition_ids += x", False),
+        ("position_ids = torch.arange(3)\nposition_ids, x = x", False),
         ("position_ids = torch.arange(3)\nposition_ids = text_positions", False),
         ("position_ids = self.create_position_ids_from_input_ids(input_ids)", False),
         ("hidden = self.embed(input_ids)", False),
     ],
 )
-def test_which_forwards_count_positions(source, counts) -> None:
-    body = "def forward(self):\n" + "".join(f"        {line}\n" for line in source.splitlines())
-    with mock.patch.object(masks.inspect, "getsource", return_value=body):
-        assert masks._counts_positions(len) == counts
+def test_which_forwards_count_positions(body, counts) -> None:
+    source = "    def forward(self):\n" + "".join(f"        {line}\n" for line in body.splitlines())
+    with mock.patch.object(masks.inspect, "getsource", return_value=source):
+        assert masks.counts_positions(LlamaForCausalLM.generate) == counts
 
 
-# -- batches --------------------------------------------------------------------------------------------------------
+# -- the end of a training ------------------------------------------------------------------------------------------
 
 
-class OwnCollator(DataCollatorWithPadding):
-    pass
+def test_a_forward_that_fails_restores_functions() -> None:
+    model, before = llama("sdpa"), masking_utils._preprocess_mask_arguments
+    shortcuts = masks.MaskShortcuts(model)
+    with pytest.raises(IndexError):
+        model(torch.tensor([[99]]))
+    assert masking_utils._preprocess_mask_arguments is before
+    shortcuts.close()
 
 
-class OwnLoader(Trainer):
-    def get_train_dataloader(self):
-        return super().get_train_dataloader()
+class Stop(TrainerCallback):
+    def on_step_end(self, args, state, control, **kwargs):
+        raise InterruptedError
 
 
-class OwnEvaluation(Trainer):
-    def get_eval_dataloader(self, *args, **kwargs):
-        return super().get_eval_dataloader(*args, **kwargs)
+def trained_again(folder):
+    before = masking_utils._preprocess_mask_arguments
+    model = bmt.auto_wrap(llama("sdpa"))
+
+    def hooks():
+        return [len(module._forward_pre_hooks) for module in model.modules()]
+
+    with pytest.raises(InterruptedError):
+        make_trainer(folder, model, True, "ones", callbacks=[Stop()]).train()
+    failed, watch = hooks(), Watch()
+    trainer = make_trainer(folder, model, True, "ones", callbacks=[watch])
+    trainer._prepare_input = lambda batch: batch
+    for _ in range(2):
+        trainer.train()
+        assert "training_step" not in vars(trainer) and hooks() == failed
+    assert masking_utils._preprocess_mask_arguments is before
+    return watch.reads.of_masks, watch.reads.of_nan
 
 
-def own_collator(rows):
-    return default_data_collator(rows)
-
-
-def copies(folder, caplog, kind=Trainer, device="cuda", pinned=True, collator=None, **options):
-    """Whether the data loader copies without waiting, and what is logged."""
-    arguments = TrainingArguments(folder, use_cpu=True, report_to="none", **options)
-    trainer = kind(build("llama"), args=arguments, train_dataset=rows("none"), data_collator=collator)
-    trainer.args.dataloader_pin_memory = pinned  # without a GPU, TrainingArguments has set it to False
-    with mock.patch.object(batches, "current_world", return_value=SimpleNamespace(device=torch.device(device))):
-        caplog.clear()
-        with caplog.at_level("INFO", "hf_bmtrain"):
-            batches.copy_batches_without_waiting(trainer)
-    trainer.args.dataloader_pin_memory = False
-    return trainer.get_train_dataloader()._non_blocking, caplog.text
-
-
-@pytest.mark.parametrize("collator", [None, default_data_collator, DataCollatorWithPadding(mock.Mock())])
-def test_collators_of_transformers(folder, caplog, collator) -> None:
-    assert copies(folder, caplog, collator=collator) == (True, mock.ANY)
-    assert "without waiting" in caplog.text
-
-
-@pytest.mark.parametrize(
-    ("given", "named"),
-    [
-        ({"collator": own_collator}, "own data collator."),
-        ({"collator": OwnCollator(mock.Mock())}, "own data collator."),
-        ({"kind": OwnLoader}, "own get_train_dataloader."),
-        ({"kind": OwnEvaluation, "collator": own_collator}, "own data collator and get_eval_dataloader."),
-    ],
-)
-def test_what_could_reuse_memory_is_waited_for(folder, caplog, given, named) -> None:
-    waits, told = copies(folder, caplog, **given)
-    assert not waits and named in told
-
-
-def test_nothing_to_change(folder, caplog) -> None:
-    assert copies(folder, caplog, device="cpu") == (False, "")
-    assert copies(folder, caplog, pinned=False) == (False, "")
-    assert copies(folder, caplog, accelerator_config={"non_blocking": True}) == (True, "")
+def test_trainings_after_one_that_failed(world, folder) -> None:
+    assert world(1)(trained_again, folder) == [(0, 0)]

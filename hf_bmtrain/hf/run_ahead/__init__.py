@@ -4,39 +4,76 @@ In each step, Trainer, Accelerate and transformers make the host wait for the GP
 GPU has nothing to do until the host has launched more. The modules of this folder remove the waits, without changing a
 result:
 
-* `batches`: Accelerate copies batches to the GPU without waiting for it.
 * `losses`: inf and nan in losses are replaced on the GPU (`logging_nan_inf_filter`).
-* `masks`: transformers does not read position ids or a mask to find out what follows from the inputs.
+* `batches`: batches are copied to the GPU without waiting for it, and masks without zeros are recognized before.
+* `masks`: transformers does not read such masks, nor the position ids that a model has counted itself.
 
-What remains are the entries of Trainer's log, each of which reads the loss, and what a program reads itself.
+What remains are the entries of Trainer's log, each of which reads the loss, and what the program reads itself.
 """
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 
-from .batches import copy_batches_without_waiting
+from .batches import BatchCopies
 from .losses import LossFilter
-from .masks import MaskQuestions
+from .masks import MaskShortcuts
 
-__all__ = ["RunAhead", "copy_batches_without_waiting"]
+_log = logging.getLogger("hf_bmtrain")
+_PACKAGES = ("transformers", "trl", "hf_bmtrain")
 
 
 class RunAhead:
     """Removes waits for the GPU from the training steps of a Trainer, until `close`.
 
+    A wait stays where methods of the program's own might rely on it. The log says which.
+
     Args:
-        trainer: the Trainer that trains; None (if a program calls the callback's methods itself) leaves losses as they
-            are.
+        trainer: the Trainer that trains. None, if a program calls the callback's methods itself, changes nothing.
         model: the model that it trains.
+        loader: the data loader of its batches; None if it is unknown.
     """
 
-    def __init__(self, trainer: Any, model: torch.nn.Module) -> None:
-        self._parts = [MaskQuestions(model), *([] if trainer is None else [LossFilter(trainer)])]
+    def __init__(self, trainer: Any, model: torch.nn.Module, loader: Any) -> None:
+        self._parts: list[Any] = []
+        if trainer is None:
+            return
+        self._parts.append(MaskShortcuts(model))
+        waits = []
+        if own := _own(trainer, ["_inner_training_loop", "_run_epoch"]):  # they get the loss before Trainer's check
+            waits.append(f"for each loss ({own})")
+        else:
+            self._parts.append(LossFilter(trainer))
+        if own := _own(trainer, ["data_collator", "get_train_dataloader", "_get_dataloader"]):
+            waits.append(
+                f'for each batch ({own}; if it reuses no memory, set accelerator_config={{"non_blocking": True}})'
+            )
+        elif BatchCopies.supports(loader):
+            # A method between the copy and the forward could write to the mask without torch's knowledge.
+            changes = _own(trainer, ["get_batch_samples", "training_step", "_prepare_inputs", "compute_loss"])
+            self._parts.append(BatchCopies(loader, note_masks=not changes))
+            if changes:
+                waits.append(f"for each attention_mask ({changes})")
+        if waits:
+            _log.info("Trainer waits for the GPU in each step: this program has its own method %s", ", ".join(waits))
 
     def close(self) -> None:
         """Restore what was replaced. Called when training ends."""
         for part in self._parts:
             part.close()
+
+
+def _own(trainer: Any, names: Iterable[str]) -> str:
+    """Return the names of those attributes of `trainer` that neither transformers nor TRL nor this package defines."""
+    own = []
+    for name in names:
+        value = getattr(trainer, name, None)  # releases of transformers have different methods
+        # The module of a function's code: `__module__` would be copied by functools.wraps.
+        defined = getattr(value, "__globals__", {}).get("__name__", type(value).__module__)
+        if value is not None and defined.partition(".")[0] not in _PACKAGES:
+            own.append(name)
+    return " and ".join(own)

@@ -1,46 +1,70 @@
-"""Let Trainer collect the next batch while the GPU still updates the weights."""
+"""Copy batches to the GPU without waiting for it."""
 
 from __future__ import annotations
 
-import logging
+from collections.abc import Iterator, MutableMapping
 from typing import Any
 
-from ...engine.runtime.world import current_world
+import torch
+from accelerate.data_loader import DataLoaderShard
+from torch.utils.data import DataLoader
 
-_log = logging.getLogger("hf_bmtrain")
-_PACKAGES = ("transformers", "trl")
-"""Their data collators make new tensors for each batch."""
-_LOADERS = ("get_train_dataloader", "get_eval_dataloader", "get_test_dataloader")
+from .masks import MASK, note_full
 
 
-def copy_batches_without_waiting(trainer: Any) -> None:
-    """Make the data loaders of a Trainer copy batches to the GPU without waiting for it.
+class BatchCopies:
+    """Makes a data loader of Accelerate copy batches without waiting for the GPU, until `close`.
 
     By default, Accelerate waits for each copy, and so for the optimizer step that was launched before it. Only then
-    does it collect the batch after this one, while the GPU has nothing to do. This function sets Accelerate's
-    `DataLoaderConfiguration.non_blocking`, as `TrainingArguments(accelerator_config={"non_blocking": True})` does. It
-    has an effect on data loaders that are prepared later.
+    does it collect the batch after this one, while the GPU has nothing to do.
 
     A copy that has not ended when the next batch is collected is safe only if this does not write to the same pinned
-    memory. So nothing is changed if the program has its own data collator or its own methods that make data loaders, or
-    if batches are not pinned.
+    memory. Data collators that make new tensors for each batch, as those of transformers and TRL do, are safe: torch
+    does not use the pinned memory of a batch again before its copy has ended.
 
     Args:
-        trainer: a Trainer, whose `accelerator` has been created.
+        loader: the data loader, which `supports` accepts.
+        note_masks: whether to check each batch, still in host memory, for an `attention_mask` without zeros, for
+            `MaskShortcuts`.
     """
-    configuration = trainer.accelerator.dataloader_config
-    if current_world().device.type == "cpu" or not trainer.args.dataloader_pin_memory or configuration.non_blocking:
-        return
-    collator = trainer.data_collator
-    sources = {"data collator": collator if hasattr(collator, "__qualname__") else type(collator)}
-    sources |= {name: getattr(trainer, name) for name in _LOADERS}
-    own = [name for name, source in sources.items() if source.__module__.partition(".")[0] not in _PACKAGES]
-    if own:
-        _log.info(
-            "Trainer waits for the GPU when it copies a batch, because this program has its own %s. If it does not "
-            'reuse pinned memory, accelerator_config={"non_blocking": True} shortens each step.',
-            " and ".join(own),
-        )
-        return
-    configuration.non_blocking = True
-    _log.info("Trainer copies batches to the GPU without waiting for it, as with Accelerate's non_blocking=True")
+
+    def __init__(self, loader: DataLoaderShard, note_masks: bool) -> None:
+        self._loader, self._waits_not = loader, loader._non_blocking
+        loader._non_blocking = True
+        if note_masks:
+            loader.base_dataloader.__class__ = _NotingLoader
+
+    @staticmethod
+    def supports(loader: Any) -> bool:
+        """Return whether `loader` copies batches of a plain torch DataLoader itself."""
+        return type(loader) is DataLoaderShard and type(loader.base_dataloader) is DataLoader
+
+    def close(self) -> None:
+        """Restore the data loader."""
+        self._loader._non_blocking = self._waits_not
+        self._loader.base_dataloader.__class__ = DataLoader
+
+
+class _NotingLoader(DataLoader):
+    """A DataLoader that marks masks without zeros in the batches that it yields."""
+
+    def __iter__(self) -> Iterator[Any]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        for batch in super().__iter__():
+            mask = batch.get(MASK) if isinstance(batch, MutableMapping) else None
+            if type(mask) is torch.Tensor and mask.ndim == 2 and mask.device.type == "cpu" and mask.all():
+                batch[MASK] = mask.as_subclass(_Full)
+            yield batch
+
+
+class _Full(torch.Tensor):
+    """A mask without zeros in host memory, between the data loader and its copy. The copy is a plain, marked tensor."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        with torch._C.DisableTorchFunctionSubclass():
+            result = func(*args, **(kwargs or {}))
+            if func is not torch.Tensor.to:
+                return result
+            copy = result.as_subclass(torch.Tensor)
+            note_full(copy)
+            return copy

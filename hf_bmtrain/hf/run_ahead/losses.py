@@ -8,11 +8,13 @@ import torch
 
 
 class LossFilter:
-    """Does on the device what Trainer does with `logging_nan_inf_filter`, its default, on the host.
+    """Replaces losses of inf and nan on the device, as Trainer's `logging_nan_inf_filter` does on the host.
 
     If the loss of a micro-batch is inf or nan, Trainer adds the mean of the losses since the last log entry to their
     sum instead. To find this out, it reads each loss, and so waits until the GPU has computed the backward. This class
-    replaces `training_step` of a Trainer by one whose result has the mean in place of inf or nan, and tells Trainer so.
+    replaces `training_step` of a Trainer by one whose result has the mean in place of inf or nan, and for which
+    torch.isnan and torch.isinf return False without reading it. Code that calls `trainer.training_step` in a callback
+    gets this result, too.
 
     Args:
         trainer: the Trainer, until `close`.
@@ -20,7 +22,7 @@ class LossFilter:
 
     def __init__(self, trainer: Any) -> None:
         self._trainer, self._step = trainer, trainer.training_step
-        self._had_own = vars(trainer).get("training_step")
+        self._own_step = vars(trainer).get("training_step")
         trainer.training_step = self._training_step
 
     def _training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -32,12 +34,12 @@ class LossFilter:
         return torch.where(loss.isfinite(), loss, mean).as_subclass(_Finite)
 
     def close(self) -> None:
-        """Restore the Trainer's own `training_step`, unless the program has replaced it since."""
+        """Restore the Trainer's `training_step`, unless the program has replaced it since."""
         if vars(self._trainer).get("training_step") != self._training_step:
             return
         del self._trainer.training_step
-        if self._had_own is not None:
-            self._trainer.training_step = self._had_own
+        if self._own_step is not None:
+            self._trainer.training_step = self._own_step
 
 
 class _Finite(torch.Tensor):

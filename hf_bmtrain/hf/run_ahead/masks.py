@@ -1,113 +1,146 @@
-"""Answer what transformers asks when it makes attention masks, where the host knows the answer."""
+"""Make attention masks of transformers without reading tensors on the GPU."""
 
 from __future__ import annotations
 
+import ast
+import functools
 import inspect
 import logging
 import re
-from collections.abc import Callable, Mapping
+import textwrap
+from collections.abc import Callable
 from typing import Any
 
 import torch
-from accelerate import data_loader
 from transformers import PreTrainedModel, masking_utils
 
 _log = logging.getLogger("hf_bmtrain")
-_MASK, _POSITIONS = "attention_mask", "position_ids"
+MASK, _POSITIONS = "attention_mask", "position_ids"
 _FULL = "_bmt_full"
-"""Name of an attribute of a mask without zeros: torch's counter of writes when this was found out."""
-_FIRST = [["config", "inputs_embeds", _MASK, cache, _POSITIONS] for cache in ("cache", "past_key_values")]
-"""Names of the first parameters of transformers' `_preprocess_mask_arguments`, in the releases that are known."""
-_ASSIGNED = re.compile(rf"^ *{_POSITIONS} = (.*)$", re.MULTILINE)
-_COUNTED = re.compile(rf"torch\.arange\(|{_POSITIONS}\.unsqueeze\(0\)$")
+"""Attribute of a mask without zeros: its `_version`, torch's counter of writes, when it was checked."""
+_FUNCTION = "_preprocess_mask_arguments"
+"""The function that transformers calls before it makes any mask."""
+_KNOWN_PARAMETERS = [["config", "inputs_embeds", MASK, cache, _POSITIONS] for cache in ("cache", "past_key_values")]
+"""The first parameters of `_FUNCTION` in the releases that are known."""
+_COUNTED = re.compile(rf"torch\.arange\([\w.,=\[\]() ]*\)( \+ \w+)?|{_POSITIONS}\.unsqueeze\(0\)")
+"""Matches positions that count from 0, or from the number of tokens in a cache."""
 
 
-class MaskQuestions:
-    """Keeps transformers from reading masks and position ids on the GPU, for which the host would wait.
+class MaskShortcuts:
+    """Spares a model the two reads of transformers when it makes attention masks, for which the host waits.
 
-    transformers reads them in each forward, for two questions:
-
-    * Does `attention_mask` contain a zero? If not, attention needs no mask. Here this is found out when Accelerate
-      copies the batch, which is still in host memory then.
-    * Without `attention_mask`, do the position ids belong to several sequences that are packed into a row? Not if the
-      forward got none, and so counts them itself from 0.
+    * If `attention_mask` has no zeros, attention needs no mask. Masks for which `note_full` was called are not read.
+    * Without a mask, position ids are read to find sequences that are packed into a row. Positions that the forward of
+      a model of transformers counts itself belong to one sequence.
 
     Args:
-        model: the model, in which both questions are answered until `close`.
+        model: the model, whose forwards have hooks until `close`.
     """
 
     def __init__(self, model: torch.nn.Module) -> None:
         self._handles: list[Any] = []
-        # For each running forward, from the outermost: its model's config, if it counts positions itself.
-        self._counting: list[Any] = []
-        self._ask: Callable[..., Any] = getattr(masking_utils, "_preprocess_mask_arguments", lambda: None)
-        self._send = data_loader.send_to_device
-        if [*inspect.signature(self._ask).parameters][:5] not in _FIRST:
+        original: Callable[..., Any] = getattr(masking_utils, _FUNCTION, lambda: None)  # old releases have none
+        if [*inspect.signature(original).parameters][:5] not in _KNOWN_PARAMETERS:
             _log.info("each forward waits for the GPU: how this release of transformers makes masks is not known")
             return
-        masking_utils._preprocess_mask_arguments = self._answer
-        data_loader.send_to_device = self._send_and_note
         for module in model.modules():
             if isinstance(module, PreTrainedModel):
-                self._follow(module, _counts_positions(type(module).forward))
-
-    def _follow(self, module: torch.nn.Module, counts: bool) -> None:
-        def before(module: torch.nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
-            counted = counts and len(args) < 2 and kwargs.get(_POSITIONS) is None
-            self._counting.append(module.config if counted else None)
-
-        def after(module: torch.nn.Module, args: tuple, output: Any) -> None:
-            self._counting.pop()
-
-        self._handles.append(module.register_forward_pre_hook(before, prepend=True, with_kwargs=True))
-        self._handles.append(module.register_forward_hook(after, always_call=True))
-
-    def _answer(self, *args: Any, **kwargs: Any) -> Any:
-        """Replace `_preprocess_mask_arguments` of transformers, which every function that makes a mask calls first.
-
-        It returns whether the mask is ready, the mask, the numbers of the packed sequences (None if there are none),
-        and sizes. Later, transformers reads a mask that is not None.
-        """
-        if len(args) < len(_FIRST[0]):
-            return self._ask(*args, **kwargs)
-        config, embeddings, mask, cache, positions, *others = args
-        if self._counting and self._counting[-1] is config:
-            positions = None
-        ready, result, *sizes = self._ask(config, embeddings, mask, cache, positions, *others, **kwargs)
-        if not ready and cache is None and hasattr(mask, _FULL) and getattr(mask, _FULL) == mask._version:
-            result = None
-        return ready, result, *sizes
-
-    def _send_and_note(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
-        """Replace the function with which Accelerate's data loaders copy a batch to the device.
-
-        It returns the copied batch. Its mask, if it has no zeros, has the attribute `_FULL`.
-        """
-        mask = batch.get(_MASK) if isinstance(batch, Mapping) else None
-        full = isinstance(mask, torch.Tensor) and mask.device.type == "cpu" and mask.ndim == 2 and bool(mask.all())
-        sent = self._send(batch, *args, **kwargs)
-        if full and not sent[_MASK].is_inference():  # those have no version
-            setattr(sent[_MASK], _FULL, sent[_MASK]._version)
-        return sent
+                hook = _Forward(module, original)
+                self._handles.append(module.register_forward_pre_hook(hook, prepend=True, with_kwargs=True))
+                self._handles.append(module.register_forward_hook(hook.end, always_call=True))
 
     def close(self) -> None:
-        """Restore what was replaced. Called when training ends."""
+        """Remove the hooks. Called when training ends."""
         for handle in self._handles:
             handle.remove()
-        if getattr(masking_utils, "_preprocess_mask_arguments", None) == self._answer:
-            masking_utils._preprocess_mask_arguments = self._ask
-        if data_loader.send_to_device == self._send_and_note:
-            data_loader.send_to_device = self._send
 
 
-def _counts_positions(forward: Callable[..., Any]) -> bool:
-    """Return whether a forward that gets no `position_ids` counts them: 0, 1 and so on in each row.
+class _Forward:
+    """The hooks of one module. They replace `_FUNCTION` of transformers while the module's forward runs.
 
-    forward: the forward of a model of transformers. Its source is searched for what it assigns to `position_ids`.
+    module: the module, which gets the hooks.
+    original: the function of transformers.
     """
-    try:
-        source = inspect.getsource(inspect.unwrap(forward))
-    except (OSError, TypeError):  # not written in a file
-        return False
-    assigned = _ASSIGNED.findall(source)
-    return bool(assigned) and all(map(_COUNTED.match, assigned))
+
+    def __init__(self, module: PreTrainedModel, original: Callable[..., Any]) -> None:
+        self._original = original
+        self._counts = "forward" not in vars(module) and counts_positions(type(module).forward)
+        self._replaced: list[Callable[..., Any]] = []  # for each running forward of the module
+
+    def __call__(self, module: Any, args: tuple, kwargs: dict[str, Any]) -> None:
+        """Begin a forward."""
+        # Hooks that run after this one could add positions.
+        alone = all(isinstance(hook, _Forward) for hook in module._forward_pre_hooks.values())
+        counted = self._counts and alone and len(args) < 2 and kwargs.get(_POSITIONS) is None
+        self._replaced.append(getattr(masking_utils, _FUNCTION))
+        setattr(
+            masking_utils, _FUNCTION, functools.partial(_preprocess, self._original, module.config if counted else None)
+        )
+
+    def end(self, module: Any, args: tuple, output: Any) -> None:
+        """End a forward, also one that has raised an error."""
+        if self._replaced:  # empty if an earlier hook has raised
+            setattr(masking_utils, _FUNCTION, self._replaced.pop())
+
+
+def _preprocess(original: Callable[..., Any], counting: Any, *args: Any, **kwargs: Any) -> Any:
+    """Call `original`, and spare the reads that would follow.
+
+    Args:
+        original: `_FUNCTION` of transformers. It returns whether the mask is ready, the mask, the numbers of packed
+            sequences (None if there are none), and sizes. It reads positions if the mask is None. Its caller reads the
+            mask that it returns if this is not None.
+        counting: the config of the model whose forward runs, if this counts positions itself; otherwise None.
+        *args: the arguments of `original`.
+        **kwargs: the keyword arguments of `original`.
+    """
+    if len(args) < len(_KNOWN_PARAMETERS[0]) or torch.compiler.is_compiling():
+        return original(*args, **kwargs)
+    config, embeddings, mask, cache, positions, *others = args
+    if counting is config:
+        positions = None
+    ready, result, *sizes = original(config, embeddings, mask, cache, positions, *others, **kwargs)
+    if not ready and cache is None and _is_full(mask) and _makes_masks_itself(config):
+        result = None
+    return ready, result, *sizes
+
+
+def note_full(mask: torch.Tensor) -> None:
+    """Note that `mask` has no zeros, so that `MaskShortcuts` need not read it. Later writes are recognized.
+
+    mask: of any shape and dtype, on any device.
+    """
+    if not mask.is_inference():  # torch does not count writes to inference tensors
+        setattr(mask, _FULL, mask._version)
+
+
+def _is_full(mask: Any) -> bool:
+    return hasattr(mask, _FULL) and getattr(mask, _FULL) == mask._version
+
+
+def _makes_masks_itself(config: Any) -> bool:
+    """Return whether transformers makes masks for this attention, which are equal for None and for ones.
+
+    A program can register a function of its own, which may require a tensor.
+    """
+    function = masking_utils.ALL_MASK_ATTENTION_FUNCTIONS[config._attn_implementation]
+    return getattr(function, "__module__", "") == masking_utils.__name__
+
+
+def counts_positions(forward: Callable[..., Any]) -> bool:
+    """Return whether a forward of transformers that gets no `position_ids` counts them: 0, 1 and so on in each row.
+
+    forward: the forward of a class. All values that it assigns to `position_ids` must be known to count.
+    """
+    while True:
+        if not getattr(forward, "__globals__", {}).get("__name__", "").startswith("transformers."):
+            return False  # also if it decorates a forward of transformers
+        if not hasattr(forward, "__wrapped__"):
+            break
+        forward = forward.__wrapped__
+    stored = counted = 0
+    for node in ast.walk(ast.parse(textwrap.dedent(inspect.getsource(forward)))):
+        stored += isinstance(node, ast.Name) and node.id == _POSITIONS and isinstance(node.ctx, ast.Store)
+        if isinstance(node, ast.Assign) and [ast.unparse(target) for target in node.targets] == [_POSITIONS]:
+            counted += _COUNTED.fullmatch(ast.unparse(node.value)) is not None
+    return 0 < stored == counted

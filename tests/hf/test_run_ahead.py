@@ -237,10 +237,13 @@ def test_dispatched_batches(world, folder) -> None:
 
 
 def causal_mask(mask, attention="sdpa", positions=None):
-    config = LlamaConfig(attn_implementation=attention)
+    config = CONFIGS[attention]
     return masking_utils.create_causal_mask(
         config, torch.empty(2, LENGTH, 4), attention_mask=mask, position_ids=positions, **{CACHE: None}
     )
+
+
+CONFIGS = {attention: LlamaConfig(attn_implementation=attention) for attention in ("sdpa", "eager")}
 
 
 @pytest.fixture
@@ -299,7 +302,8 @@ def test_masks_of_a_program(during_forward) -> None:
 
     masking_utils.ALL_MASK_ATTENTION_FUNCTIONS.register("own", own)
     transformers.AttentionInterface.register("own", own)
-    causal_mask(noted(torch.ones(2, LENGTH, dtype=torch.long)), "own")
+    with mock.patch.dict(CONFIGS, own=LlamaConfig(attn_implementation="own")):
+        causal_mask(noted(torch.ones(2, LENGTH, dtype=torch.long)), "own")
     assert given[0] is not None and given[0].all()
 
 
@@ -364,7 +368,7 @@ def test_packed_positions_that_a_program_adds_are_read(pack) -> None:
 def test_which_forwards_count_positions(body, counts) -> None:
     source = "    def forward(self):\n" + "".join(f"        {line}\n" for line in body.splitlines())
     with mock.patch.object(masks.inspect, "getsource", return_value=source):
-        assert masks.counts_positions(LlamaForCausalLM.generate) == counts
+        assert masks.counts_positions(masking_utils.create_causal_mask) == counts
 
 
 # -- the end of a training ------------------------------------------------------------------------------------------

@@ -21,7 +21,7 @@ import torch
 
 from .batches import BatchCopies
 from .losses import LossFilter
-from .masks import MaskShortcuts
+from .masks import MaskShortcuts, defining_module
 
 _log = logging.getLogger("hf_bmtrain")
 _PACKAGES = ("transformers", "trl", "hf_bmtrain")
@@ -59,7 +59,9 @@ class RunAhead:
             if changes:
                 waits.append(f"for each attention_mask ({changes})")
         if waits:
-            _log.info("Trainer waits for the GPU in each step: this program has its own method %s", ", ".join(waits))
+            _log.info(
+                "Trainer waits for the GPU in each step, because of this program's own methods: %s", ", ".join(waits)
+            )
 
     def close(self) -> None:
         """Restore what was replaced. Called when training ends."""
@@ -72,8 +74,6 @@ def _own(trainer: Any, names: Iterable[str]) -> str:
     own = []
     for name in names:
         value = getattr(trainer, name, None)  # releases of transformers have different methods
-        # The module of a function's code: `__module__` would be copied by functools.wraps.
-        defined = getattr(value, "__globals__", {}).get("__name__", type(value).__module__)
-        if value is not None and defined.partition(".")[0] not in _PACKAGES:
+        if value is not None and defining_module(value).partition(".")[0] not in _PACKAGES:
             own.append(name)
     return " and ".join(own)

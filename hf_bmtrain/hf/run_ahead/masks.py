@@ -22,7 +22,7 @@ _FUNCTION = "_preprocess_mask_arguments"
 """The function that transformers calls before it makes any mask."""
 _KNOWN_PARAMETERS = [["config", "inputs_embeds", MASK, cache, _POSITIONS] for cache in ("cache", "past_key_values")]
 """The first parameters of `_FUNCTION` in the releases that are known."""
-_COUNTED = re.compile(rf"torch\.arange\([\w.,=\[\]() ]*\)( \+ \w+)?|{_POSITIONS}\.unsqueeze\(0\)")
+_COUNTED = re.compile(rf"torch\.arange\([\w.,=\[\]() ]*\)(\[None, :\]| \+ \w+)?|{_POSITIONS}\.unsqueeze\(0\)")
 """Matches positions that count from 0, or from the number of tokens in a cache."""
 
 
@@ -69,8 +69,9 @@ class _Forward:
 
     def __call__(self, module: Any, args: tuple, kwargs: dict[str, Any]) -> None:
         """Begin a forward."""
-        # Hooks that run after this one could add positions.
-        alone = all(isinstance(hook, _Forward) for hook in module._forward_pre_hooks.values())
+        # Hooks that run after this one could add positions. Those of the engine do not.
+        own = (hook for hook in module._forward_pre_hooks.values() if not isinstance(hook, _Forward))
+        alone = all(defining_module(hook).startswith("hf_bmtrain.engine.") for hook in own)
         counted = self._counts and alone and len(args) < 2 and kwargs.get(_POSITIONS) is None
         self._replaced.append(getattr(masking_utils, _FUNCTION))
         setattr(
@@ -81,6 +82,18 @@ class _Forward:
         """End a forward, also one that has raised an error."""
         if self._replaced:  # empty if an earlier hook has raised
             setattr(masking_utils, _FUNCTION, self._replaced.pop())
+
+
+def defining_module(value: Any) -> str:
+    """Return the name of the module that contains the code of a function, or the class of another object.
+
+    It is not the attribute `__module__`, which functools.wraps copies.
+
+    value: a function or method, also in functools.partial, or any other object.
+    """
+    while isinstance(value, functools.partial):
+        value = value.func
+    return getattr(value, "__globals__", {}).get("__name__", type(value).__module__)
 
 
 def _preprocess(original: Callable[..., Any], counting: Any, *args: Any, **kwargs: Any) -> Any:
@@ -100,7 +113,7 @@ def _preprocess(original: Callable[..., Any], counting: Any, *args: Any, **kwarg
     if counting is config:
         positions = None
     ready, result, *sizes = original(config, embeddings, mask, cache, positions, *others, **kwargs)
-    if not ready and cache is None and _is_full(mask) and _makes_masks_itself(config):
+    if not ready and cache is None and _is_full(mask) and _has_stock_masks(config):
         result = None
     return ready, result, *sizes
 
@@ -118,7 +131,7 @@ def _is_full(mask: Any) -> bool:
     return hasattr(mask, _FULL) and getattr(mask, _FULL) == mask._version
 
 
-def _makes_masks_itself(config: Any) -> bool:
+def _has_stock_masks(config: Any) -> bool:
     """Return whether transformers makes masks for this attention, which are equal for None and for ones.
 
     A program can register a function of its own, which may require a tensor.
@@ -133,13 +146,17 @@ def counts_positions(forward: Callable[..., Any]) -> bool:
     forward: the forward of a class. All values that it assigns to `position_ids` must be known to count.
     """
     while True:
-        if not getattr(forward, "__globals__", {}).get("__name__", "").startswith("transformers."):
+        if not defining_module(forward).startswith("transformers."):
             return False  # also if it decorates a forward of transformers
         if not hasattr(forward, "__wrapped__"):
             break
         forward = forward.__wrapped__
+    try:
+        source = inspect.getsource(forward)
+    except OSError:  # installed without sources
+        return False
     stored = counted = 0
-    for node in ast.walk(ast.parse(textwrap.dedent(inspect.getsource(forward)))):
+    for node in ast.walk(ast.parse(textwrap.dedent(source))):
         stored += isinstance(node, ast.Name) and node.id == _POSITIONS and isinstance(node.ctx, ast.Store)
         if isinstance(node, ast.Assign) and [ast.unparse(target) for target in node.targets] == [_POSITIONS]:
             counted += _COUNTED.fullmatch(ast.unparse(node.value)) is not None

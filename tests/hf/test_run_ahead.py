@@ -2,6 +2,7 @@
 
 import functools
 import inspect
+import logging
 import math
 import traceback
 from unittest import mock
@@ -27,6 +28,7 @@ import hf_bmtrain as bmt
 from cases import in_full
 from hf_bmtrain.hf.run_ahead import RunAhead, masks
 from hf_bmtrain.hf.run_ahead.batches import BatchCopies
+from log_lines import log_lines
 
 LENGTH, STEPS = 8, 6
 CACHE = [*inspect.signature(masking_utils.create_causal_mask).parameters][3]
@@ -215,10 +217,10 @@ def removed(folder, cls, collator=None):
 def test_methods_of_the_program_keep_waits(folder, caplog, cls, collator, expected) -> None:
     with caplog.at_level("INFO", "hf_bmtrain"):
         assert removed(folder, cls, collator) == expected
-    reasons = [
-        name for name in ("_run_epoch", "get_train_dataloader", "data_collator", "compute_loss") if name in caplog.text
-    ]
-    assert len(reasons) == (expected != (True, True, True))
+    methods = ("_run_epoch", "get_train_dataloader", "data_collator", "compute_loss")
+    waits = expected != (True, True, True)
+    assert sum(name in caplog.text for name in methods) == waits
+    assert "does not wait" in caplog.text and ("except for" in caplog.text) == waits
 
 
 def dispatched(folder):
@@ -226,7 +228,9 @@ def dispatched(folder):
     options = {"accelerator_config": {"dispatch_batches": True, "split_batches": True}}
     trainer = make_trainer(folder, llama("sdpa"), True, "ones", **options)
     assert not BatchCopies.supports(trainer.get_train_dataloader())
-    trainer.train()
+    with log_lines(logging.INFO) as lines:
+        trainer.train()
+    assert any("except for the copy of each batch" in line for line in lines)
 
 
 def test_dispatched_batches(world, folder) -> None:

@@ -45,23 +45,24 @@ class RunAhead:
         self._parts.append(MaskShortcuts(model))
         waits = []
         if own := _own(trainer, ["_inner_training_loop", "_run_epoch"]):  # they get the loss before Trainer's check
-            waits.append(f"for each loss ({own})")
+            waits.append(f"each loss (the program has its own {own})")
         else:
             self._parts.append(LossFilter(trainer))
         if own := _own(trainer, ["data_collator", "get_train_dataloader", "_get_dataloader"]):
+            advice = 'if it reuses no memory, set accelerator_config={"non_blocking": True}'
+            waits.append(f"the copy of each batch (the program has its own {own}; {advice})")
+        elif not BatchCopies.supports(loader):
             waits.append(
-                f'for each batch ({own}; if it reuses no memory, set accelerator_config={{"non_blocking": True}})'
+                "the copy of each batch (its data loader is not a plain DataLoader that Accelerate has prepared)"
             )
-        elif BatchCopies.supports(loader):
+        else:
             # A method between the copy and the forward could write to the mask without torch's knowledge.
-            changes = _own(trainer, ["get_batch_samples", "training_step", "_prepare_inputs", "compute_loss"])
-            self._parts.append(BatchCopies(loader, note_masks=not changes))
-            if changes:
-                waits.append(f"for each attention_mask ({changes})")
-        if waits:
-            _log.info(
-                "Trainer waits for the GPU in each step, because of this program's own methods: %s", ", ".join(waits)
-            )
+            own = _own(trainer, ["get_batch_samples", "training_step", "_prepare_inputs", "compute_loss"])
+            self._parts.append(BatchCopies(loader, note_masks=not own))
+            if own:
+                waits.append(f"each attention_mask (the program has its own {own})")
+        left = f", except for {' and '.join(waits)}" if waits else ""
+        _log.info("in steps of Trainer, the host does not wait for the GPU%s", left)
 
     def close(self) -> None:
         """Restore what was replaced. Called when training ends."""

@@ -74,9 +74,8 @@ class _Forward:
         alone = all(defining_module(hook).startswith("hf_bmtrain.engine.") for hook in own)
         counted = self._counts and alone and len(args) < 2 and kwargs.get(_POSITIONS) is None
         self._replaced.append(getattr(masking_utils, _FUNCTION))
-        setattr(
-            masking_utils, _FUNCTION, functools.partial(_preprocess, self._original, module.config if counted else None)
-        )
+        config = module.config if counted else None
+        setattr(masking_utils, _FUNCTION, functools.partial(_preprocess, self._original, config))
 
     def end(self, module: Any, args: tuple, output: Any) -> None:
         """End a forward, also one that has raised an error."""

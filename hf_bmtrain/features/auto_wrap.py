@@ -24,6 +24,7 @@ from .cuda_graphs import CudaGraphs, compile_forward
 from .experts import Experts
 from .float8 import Float8
 from .lora import Lora
+from .masks import Masks
 from .memory import Memory, choose_recompute
 from .mlp import MlpChunks
 from .options import KeepFrozen, Options, UseCheckpoint, UseFloat8, check_use_checkpoint
@@ -45,7 +46,7 @@ def extensions_of(options: Options) -> list[Extension]:
     return [
         TensorParallel(options), SplitByPlan(options), Experts(), Lora(), Packed(options), Float8(options),
         Memory(options), SequenceParallel(options), OffloadActivations(options), MlpChunks(options),
-        CudaGraphs(options),
+        CudaGraphs(options), Masks(),
     ]  # fmt: skip
 
 

@@ -178,7 +178,7 @@ class BMTrainCallback(TrainerCallback):
         if isinstance(count := getattr(model, "num_parameters", None), ParameterCount):
             count.renew()
         self._numbers = BadNumbers(model.parameters())
-        self._ahead = RunAhead(calling_trainer(), model, kwargs.get("train_dataloader"))
+        self._ahead = RunAhead(calling_trainer(), kwargs.get("train_dataloader"))
         self._termination = Termination() if self._save_on_sigterm else None
         if args.torch_compile and not self._compiled:
             for block in model.modules():

@@ -1,17 +1,11 @@
 """What Trainer, Accelerate and transformers read from the GPU in a step, and that nothing changes without it."""
 
-import functools
-import inspect
 import logging
 import math
-import traceback
 from unittest import mock
 
 import pytest
 import torch
-import transformers
-from accelerate.data_loader import DataLoaderShard
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader
 from transformers import (
     DataCollatorWithPadding,
@@ -26,13 +20,12 @@ from transformers import (
 
 import hf_bmtrain as bmt
 from cases import in_full
-from hf_bmtrain.hf.run_ahead import RunAhead, masks
+from hf_bmtrain.hf.run_ahead import RunAhead
 from hf_bmtrain.hf.run_ahead.batches import BatchCopies
+from host_reads import Reads
 from log_lines import log_lines
 
 LENGTH, STEPS = 8, 6
-CACHE = [*inspect.signature(masking_utils.create_causal_mask).parameters][3]
-"""The name of a parameter that a release of transformers changed."""
 
 
 def llama(attention: str) -> LlamaForCausalLM:
@@ -90,21 +83,6 @@ def losses(folder, ours, attention="sdpa", kind="none", cls=Trainer, options=())
 
 
 # -- what is read ---------------------------------------------------------------------------------------------------
-
-
-class Reads(TorchDispatchMode):
-    """Counts values that the host reads to make masks, and the questions whether a tensor contains nan."""
-
-    def __init__(self):
-        super().__init__()
-        self.of_masks = self.of_nan = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func is torch.ops.aten._local_scalar_dense.default:
-            frames = traceback.walk_stack(None)
-            self.of_masks += any(frame.f_code.co_filename == masking_utils.__file__ for frame, _ in frames)
-        self.of_nan += func is torch.ops.aten.isnan.default
-        return func(*args, **(kwargs or {}))
 
 
 class Watch(TrainerCallback):
@@ -193,7 +171,7 @@ def removed(folder, cls, collator=None):
     trainer = make_trainer(folder, llama("sdpa"), False, "ones", cls)
     trainer.data_collator = trainer.data_collator if collator is None else collator
     loader = trainer.get_train_dataloader()
-    ahead = RunAhead(trainer, trainer.model, loader)
+    ahead = RunAhead(trainer, loader)
     found = "training_step" in vars(trainer), loader._non_blocking, type(loader.base_dataloader) is not DataLoader
     ahead.close()
     assert "training_step" not in vars(trainer) and not loader._non_blocking
@@ -237,154 +215,7 @@ def test_dispatched_batches(world, folder) -> None:
     world(1)(dispatched, folder)
 
 
-# -- masks ----------------------------------------------------------------------------------------------------------
-
-
-def causal_mask(mask, attention="sdpa", positions=None):
-    config = CONFIGS[attention]
-    return masking_utils.create_causal_mask(
-        config, torch.empty(2, LENGTH, 4), attention_mask=mask, position_ids=positions, **{CACHE: None}
-    )
-
-
-CONFIGS = {attention: LlamaConfig(attn_implementation=attention) for attention in ("sdpa", "eager")}
-
-
-@pytest.fixture
-def during_forward():
-    """What a mask is made in: the forward of a model that counts positions."""
-    model = llama("sdpa").model
-    hook = masks._Forward(model, masking_utils._preprocess_mask_arguments)
-    hook(model, (), {})
-    yield
-    hook.end(model, (), None)
-
-
-def noted(mask: torch.Tensor) -> torch.Tensor:
-    """The mask as the forward gets it."""
-    row = {"attention_mask": mask}
-    loader = DataLoaderShard([row], batch_size=None, device=torch.device("cpu"))
-    BatchCopies(loader, note_masks=True)
-    (batch,) = loader
-    assert type(batch["attention_mask"]) is torch.Tensor
-    return batch["attention_mask"]
-
-
-@pytest.mark.parametrize("attention", ["sdpa", "eager"])
-def test_masks_of_ones(during_forward, attention) -> None:
-    mask = noted(torch.ones(2, LENGTH, dtype=torch.long))
-    with Reads() as counted:
-        ours = causal_mask(mask, attention)
-    assert counted.of_masks == 0
-    plain = causal_mask(torch.ones(2, LENGTH, dtype=torch.long), attention)
-    assert ours is plain is None or torch.equal(ours, plain)
-
-
-@pytest.mark.parametrize("change", ["before", "after"])
-def test_masks_with_zeros(during_forward, change) -> None:
-    mask = torch.ones(2, LENGTH, dtype=torch.long)
-    if change == "before":
-        mask[0, -2:] = 0
-    mask = noted(mask)
-    if change == "after":
-        mask[0, -2:] = 0
-    found = causal_mask(mask)
-    assert found is not None and not found[0, 0, -1, -1] and found[1, 0, -1, -1]
-
-
-def test_masks_without_versions(during_forward) -> None:
-    with torch.inference_mode():
-        assert causal_mask(noted(torch.ones(2, LENGTH, dtype=torch.long))) is None
-
-
-def test_masks_of_a_program(during_forward) -> None:
-    """A function of the program may need a tensor."""
-    given = []
-
-    def own(*args, attention_mask=None, **kwargs):
-        given.append(attention_mask)
-
-    masking_utils.ALL_MASK_ATTENTION_FUNCTIONS.register("own", own)
-    transformers.AttentionInterface.register("own", own)
-    with mock.patch.dict(CONFIGS, own=LlamaConfig(attn_implementation="own")):
-        causal_mask(noted(torch.ones(2, LENGTH, dtype=torch.long)), "own")
-    assert given[0] is not None and given[0].all()
-
-
-def test_masks_in_compiled_code(during_forward) -> None:
-    mask = noted(torch.ones(2, LENGTH, dtype=torch.long))
-    compiled = torch.compile(causal_mask, backend="eager", fullgraph=True)
-    assert compiled(mask, "eager").shape == (2, 1, LENGTH, LENGTH)
-
-
-PACKED = torch.tensor([[0, 1, 2, 0, 1, 2, 3, 4]])
-
-
-def test_packed_positions_of_another_model_are_read(during_forward) -> None:
-    found = causal_mask(None, positions=PACKED)
-    assert found is not None and not found[0, 0, -1, 0]
-
-
-def by_hook(model):
-    model.model.register_forward_pre_hook(
-        lambda *given: (given[1], given[2] | {"position_ids": PACKED}), with_kwargs=True
-    )
-
-
-def by_attribute(model):
-    forward = model.model.forward
-    model.model.forward = functools.wraps(forward)(lambda **given: forward(**given | {"position_ids": PACKED}))
-
-
-def by_class(model):
-    forward = type(model.model).forward
-
-    @functools.wraps(forward)
-    def packed(self, **given):
-        return forward(self, **given | {"position_ids": PACKED})
-
-    model.model.__class__ = type("Packed", (type(model.model),), {"forward": packed})
-
-
-@pytest.mark.parametrize("pack", [by_hook, by_attribute, by_class])
-def test_packed_positions_that_a_program_adds_are_read(pack) -> None:
-    model, tokens = llama("sdpa"), torch.arange(2 * LENGTH).reshape(2, LENGTH)
-    pack(model)
-    plain = model(tokens, use_cache=False).logits
-    shortcuts = masks.MaskShortcuts(model)
-    assert torch.equal(model(tokens, use_cache=False).logits, plain)
-    shortcuts.close()
-
-
-@pytest.mark.parametrize(
-    ("body", "counts"),
-    [
-        ("position_ids = torch.arange(3)[None, :]", True),
-        ("position_ids = torch.arange(3, device=x.device) + seen\nposition_ids = position_ids.unsqueeze(0)", True),
-        ("position_ids = torch.arange(3) % 2", False),
-        ("position_ids = torch.arange(3)\nposition_ids += x", False),
-        ("position_ids = torch.arange(3)\nposition_ids, x = x", False),
-        ("position_ids = torch.arange(3)\nposition_ids = text_positions", False),
-        ("position_ids = self.create_position_ids_from_input_ids(input_ids)", False),
-        ("hidden = self.embed(input_ids)", False),
-    ],
-)
-def test_which_forwards_count_positions(body, counts) -> None:
-    source = "    def forward(self):\n" + "".join(f"        {line}\n" for line in body.splitlines())
-    with mock.patch.object(masks.inspect, "getsource", return_value=source):
-        assert masks.counts_positions(masking_utils.create_causal_mask) == counts
-
-
 # -- the end of a training ------------------------------------------------------------------------------------------
-
-
-def test_a_forward_that_fails_restores_functions() -> None:
-    model, before = llama("sdpa"), masking_utils._preprocess_mask_arguments
-    shortcuts = masks.MaskShortcuts(model)
-    with pytest.raises(IndexError):
-        model(torch.tensor([[99]]))
-    assert masking_utils._preprocess_mask_arguments is before
-    shortcuts.close()
 
 
 class Stop(TrainerCallback):

@@ -1,14 +1,13 @@
 """Let the host launch the next step of Trainer while the GPU still works on this one.
 
-In each step, Trainer, Accelerate and transformers make the host wait for the GPU several times. After each wait, the
-GPU has nothing to do until the host has launched more. The modules of this folder remove the waits, without changing a
-result:
+In each step, Trainer and Accelerate make the host wait for the GPU. After each wait, the GPU has nothing to do until
+the host has launched more. The modules of this folder remove the waits, without changing a result:
 
 * `losses`: inf and nan in losses are replaced on the GPU (`logging_nan_inf_filter`).
 * `batches`: batches are copied to the GPU without waiting for it, and masks without zeros are recognized before.
-* `masks`: transformers does not read such masks, nor the position ids that a model has counted itself.
 
-What remains are the entries of Trainer's log, each of which reads the loss, and what the program reads itself.
+`features/masks` removes those of models of transformers. What remains are the entries of Trainer's log, each of which
+reads the loss, and what the program reads itself.
 """
 
 from __future__ import annotations
@@ -17,11 +16,9 @@ import logging
 from collections.abc import Iterable
 from typing import Any
 
-import torch
-
+from ...features.masks import defining_module
 from .batches import BatchCopies
 from .losses import LossFilter
-from .masks import MaskShortcuts, defining_module
 
 _log = logging.getLogger("hf_bmtrain")
 _PACKAGES = ("transformers", "trl", "hf_bmtrain")
@@ -34,15 +31,13 @@ class RunAhead:
 
     Args:
         trainer: the Trainer that trains. None, if a program calls the callback's methods itself, changes nothing.
-        model: the model that it trains.
         loader: the data loader of its batches; None if it is unknown.
     """
 
-    def __init__(self, trainer: Any, model: torch.nn.Module, loader: Any) -> None:
+    def __init__(self, trainer: Any, loader: Any) -> None:
         self._parts: list[Any] = []
         if trainer is None:
             return
-        self._parts.append(MaskShortcuts(model))
         waits = []
         if own := _own(trainer, ["_inner_training_loop", "_run_epoch"]):  # they get the loss before Trainer's check
             waits.append(f"each loss (the program has its own {own})")

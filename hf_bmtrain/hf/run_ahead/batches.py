@@ -9,7 +9,7 @@ import torch
 from accelerate.data_loader import DataLoaderShard
 from torch.utils.data import DataLoader
 
-from .masks import MASK, note_full
+from ...features.masks import MASK, note_full
 
 
 class BatchCopies:
@@ -24,8 +24,8 @@ class BatchCopies:
 
     Args:
         loader: the data loader, which `supports` accepts.
-        note_masks: whether to check each batch, still in host memory, for an `attention_mask` without zeros, for
-            `MaskShortcuts`.
+        note_masks: whether to check each batch, still in host memory, for an `attention_mask` without zeros, which
+            the model then need not read.
     """
 
     def __init__(self, loader: DataLoaderShard, note_masks: bool) -> None:

@@ -107,14 +107,16 @@ class BlockState:
                 return self._recompute_for_others(layer_forward, args, kwargs)
         self.schedule.discard_failed_backward()
         running = self.schedule.running
-        if running is not None and not running.begun:
-            self.schedule.begin_blocks(running, self)
+        if running is not None:
+            self.schedule.begin_block(running, self)
         training = torch.is_grad_enabled()
         if training:
             self._recomputed = self.recompute.recomputes(args, kwargs, self.pending)
         differentiable = False
         try:
             self.unshard(self.next and self.next())
+            if running is not None:
+                self.schedule.prefetch_tail(running)
             if training:
                 for buffer in self.buffers:
                     buffer.gradient.follow_requires_grad()
@@ -128,6 +130,8 @@ class BlockState:
             self.show_local()
             if not differentiable:
                 self.reshard()
+            if running is not None:
+                running.tail.clear()  # what the block itself has read is not read after it
         if self.zero_level == 3 and differentiable:
             self.schedule.leave_unsharded(self)
         return tuple(outputs) if self.lists_as_tuples and type(outputs) is list else outputs
@@ -365,6 +369,8 @@ class BlockState:
         ahead = self.previous and self.previous()
         self.unshard(ahead if ahead is not None and ahead.pending > 0 else None)
         self.schedule.make_room()
+        if forward_pass is not None and forward_pass.last is self and self.pending == 1:
+            self.schedule.send_tail(forward_pass)
 
     def after_backward(self) -> None:
         """Put the sharded parameters back into the layer, start to reduce their gradients, and reshard the block.

@@ -7,7 +7,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 
@@ -56,6 +56,20 @@ class BackwardParticipant(Protocol):
         """
 
 
+class Order(NamedTuple):
+    """What a forward of a module did, by which its next forward prefetches.
+
+    Attributes:
+        first: the block that it called first.
+        calls: the number of calls of blocks.
+        tail: the flat buffers of root parameters that it first read after the last of these calls.
+    """
+
+    first: BlockState
+    calls: int
+    tail: Sequence[OnDemandGather]
+
+
 class ForwardPass:
     """One forward of the outermost sharded module. It records what the backward of this forward needs.
 
@@ -74,9 +88,13 @@ class ForwardPass:
         blocks: the blocks that this forward called and of which an output requires a gradient.
         token: the version counters of the flat buffers of root parameters at the end of the forward. None before it.
         module: a weak reference to the module that was called. None in a rehearsal.
-        expected: the block that this forward will probably call first, because the last one of the same module did. It
-            is prefetched with the first root parameters, and None from then on.
-        begun: whether the forward has called a block.
+        expected: the Order of the last forward of the same module, by which this one prefetches; None if it is unknown.
+        first: the block that this forward called first; None before.
+        calls: the number of calls of blocks so far.
+        last: the block that was called last; None if none of its outputs requires a gradient.
+        tail: {OnDemandGather: None} of the flat buffers of root parameters that were first read after the last call of
+            a block, such as those of the final norm and the head.
+        prefetched: the OnDemandGathers whose flat buffers were prefetched because the tail of `expected` has them.
         negotiation: makes the ranks agree on each collective, if they may enter different blocks; otherwise None.
         entry: FORWARD, or EVALUATION if gradients are disabled. `negotiation` writes this constant to the collective
             log, the list of operations that the ranks compare.
@@ -89,11 +107,23 @@ class ForwardPass:
         self.blocks: set[Any] = set()
         self.token: list[int] | None = None
         self.module: weakref.ref[torch.nn.Module] | None = None
-        self.expected: BlockState | None = None
-        self.begun = False
+        self.expected: Order | None = None
+        self.first: BlockState | None = None
+        self.calls = 0
+        self.last: BlockState | None = None
+        self.tail: dict[OnDemandGather, None] = {}
+        self.prefetched: Sequence[OnDemandGather] = ()
         self._first_node = next_node()
 
     # -- forward ------------------------------------------------------------------------------------------------
+
+    def add_reader(self, reader: OnDemandGather) -> None:
+        """Register that the forward reads the root parameters that `reader` all-gathers."""
+        if reader not in self.readers:
+            self.tail[reader] = None
+            if self.entry == FORWARD:
+                reader.count_use()
+        self.readers[reader] = True
 
     def end(self) -> list[int]:
         """End the forward. Return the version counters of the flat buffers of root parameters that it has read.
@@ -163,14 +193,14 @@ class ForwardPass:
 
         token: the version counters of the parameters' flat buffers at the end of the forward, as returned by `end`.
         """
+        if not self._enter(self):
+            return  # do not compare versions again: an optimizer may have updated parameters in this backward
         if token != [reader.version for reader in self.readers]:
             raise RuntimeError(
                 "Weights outside the blocks (transformer layers) changed between the forward and its backward, for "
                 "example by an optimizer step or by loading weights, so the gradients would be wrong. Run forward "
                 "again."
             )
-        if not self._enter(self):
-            return
         readers = list(self.readers.items())
         if (negotiation := self.negotiation) is not None:  # ranks may have read the buffers in different orders
             readers.sort(key=lambda pair: negotiation.gather_order(pair[0].buffers))
@@ -235,8 +265,9 @@ class Schedule:
         self._passes: dict[int, list[ForwardPass]] = {}  # the forward passes that each backward has reached
         self._left_unsharded: weakref.ref[BlockState] | None = None  # weak, so that it keeps no model alive
         self._prefetched: weakref.ref[BlockState] | None = None
-        # The block that the last forward of each outermost module called first.
-        self._first_blocks: weakref.WeakKeyDictionary[torch.nn.Module, BlockState] = weakref.WeakKeyDictionary()
+        # What the last training forward of each outermost module did. The references to blocks are strong, so that all
+        # ranks prefetch the same, even if a block has left the model since.
+        self._orders: weakref.WeakKeyDictionary[torch.nn.Module, Order] = weakref.WeakKeyDictionary()
         # The gradients whose reductions were started and not yet waited for: one list for each call of `send`.
         self._pending: deque[list[GradientBuffer]] = deque()
         # The gradients for which it is still unknown whether another rank used parameters that this rank did not use.
@@ -352,16 +383,22 @@ class Schedule:
         begun = ForwardPass(self._enter_pass, self.negotiation if uneven else None)
         if module is not None:
             begun.module = weakref.ref(module)
-            if torch.is_grad_enabled() and not uneven:
-                begun.expected = self._first_blocks.get(module)
+        orders = module is not None and torch.is_grad_enabled() and not uneven
+        if orders:
+            begun.expected = self._orders.get(module)
         outer, self.running = self.running, begun
         try:
             with self.inside:
                 yield begun
                 if uneven:
                     self.negotiation.finish(begun.entry)
+            if orders and begun.first is not None:
+                self._orders[module] = Order(begun.first, begun.calls, [*begun.tail])
         finally:
             self.running = outer
+            for reader in begun.prefetched:
+                if reader not in begun.readers:
+                    reader.reshard()
 
     @contextmanager
     def calibration(self) -> Iterator[None]:
@@ -388,7 +425,7 @@ class Schedule:
         backward.
         """
         if self.running is not None:
-            self.running.readers[reader] = True
+            self.running.add_reader(reader)
 
     def is_reading(self, reader: OnDemandGather) -> bool:
         """Return whether a forward pass is running that has read the root parameters that `reader` all-gathers.
@@ -412,7 +449,7 @@ class Schedule:
             if module._forward_hooks:
                 self.running.watch(tensors_in((outputs,), set(), []))
 
-    def record(self, block: BackwardParticipant) -> None:
+    def record(self, block: BlockState) -> None:
         """Register in the running forward pass that it called `block`.
 
         In the backward of this forward, `was_recorded` then returns True for the block. Call this only if an output of
@@ -420,6 +457,7 @@ class Schedule:
         """
         if self.running is not None:
             self.running.blocks.add(block)
+            self.running.last = block
 
     def gather(self, *buffers: ShardedBuffer) -> None:
         """Start the all-gathers of flat buffers, in this order, except those of buffers that are unsharded already.
@@ -452,14 +490,13 @@ class Schedule:
             return BACKWARD if uneven else None
         return None if self.running is None or self.running.negotiation is None else self.running.entry
 
-    def begin_blocks(self, running: ForwardPass, block: BlockState) -> None:
-        """Remember the first block that the running forward calls, to prefetch it in the next forward of its module."""
-        running.begun, running.expected = True, None
-        if running.module is not None and (module := running.module()) is not None:
-            # The reference is strong, so that all ranks prefetch the block even if it has left the model since.
-            self._first_blocks[module] = block
+    def begin_block(self, running: ForwardPass, block: BlockState) -> None:
+        """Note that the running forward is about to call `block`."""
+        if running.first is None:
+            running.first = block
+        running.calls, running.last = running.calls + 1, None
 
-    def prefetch_expected(self) -> None:
+    def prefetch_first(self) -> None:
         """Start the all-gathers of the block that the running forward will probably call first.
 
         Called when root parameters (those outside blocks) were gathered, such as those of the embedding, so that they
@@ -467,11 +504,22 @@ class Schedule:
         resharded then.
         """
         running = self.running
-        if running is None or (block := running.expected) is None:
+        if running is None or (expected := running.expected) is None or running.first is not None:
             return
-        running.expected = None
-        self.open_block(None, block)
-        self.gather(*block.buffers)
+        if self._prefetched is None or self._prefetched() is not expected.first:
+            self.open_block(None, expected.first)
+            self.gather(*expected.first.buffers)
+
+    def prefetch_tail(self, running: ForwardPass) -> None:
+        """Start the all-gathers of the root parameters that the running forward will probably read after its blocks.
+
+        Called when a block has been unsharded, and does nothing before the last one. Collective: every rank must call
+        it. If the forward does not read the parameters, they are resharded at its end.
+        """
+        if running.expected is not None and running.calls == running.expected.calls:
+            running.prefetched = running.expected.tail
+            for reader in running.prefetched:
+                self.gather(*reader.buffers)
 
     def open_block(self, block: BlockState | None, prefetched: BlockState | None) -> None:
         """Reshard the blocks that earlier calls have kept unsharded, unless they are needed now.
@@ -661,6 +709,21 @@ class Schedule:
         else:
             self.negotiation.before_reduction(gradients)
             self._start(gradients)
+
+    def send_tail(self, forward_pass: ForwardPass) -> None:
+        """Start to average the gradients of the root parameters that a forward first read after its last block.
+
+        Called in backward when the gradients of the last block's outputs exist. Autograd runs the operations of a
+        forward in reverse order, so the gradients of these parameters are complete. Their reduction overlaps with the
+        backward of the blocks, and the full gradients need not be kept until its end. Those that may still change are
+        left to the end of the backward. Collective: every rank must call it.
+        """
+        forward_pass.last = None  # a second backward through the same forward does not come here
+        if len(self._members) > 1 or self.negotiated is not None:
+            return
+        gradients = [gradient for reader in forward_pass.tail for gradient in reader.complete_gradients()]
+        if gradients:
+            self.send(gradients)
 
     def _start(self, gradients: list[GradientBuffer], ahead: int = 0) -> None:
         """Start the reductions of `gradients`, after waiting for earlier ones but those of the last `ahead` sends."""

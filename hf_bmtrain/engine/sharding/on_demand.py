@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from .buffer import ShardedBuffer
+from .gradient import GradientBuffer
 
 if TYPE_CHECKING:
     from ..blocks.schedule import Schedule
@@ -53,6 +54,8 @@ class OnDemandGather:
         self._saved = weakref.WeakSet[_Saved]()
         self._watched = False
         self.unwatched = False
+        self._uses = 0  # since the last backward, see `count_use`
+        self._sent = False  # whether the running backward has started the reduction
 
     @classmethod
     def of(cls, sharded: Any, schedule: Schedule) -> OnDemandGather:
@@ -118,7 +121,7 @@ class OnDemandGather:
         self._schedule.add_reader(self)
         self._buffer.gradient.free_if_unused()
         self._schedule.gather(self._buffer)
-        self._schedule.prefetch_expected()
+        self._schedule.prefetch_first()
         self._buffer.wait()
         self.unwatched |= not self._watched
         own, index = self._parameters.setdefault(reader, {}), sharded.index
@@ -128,6 +131,14 @@ class OnDemandGather:
         if full.requires_grad != required:
             full.requires_grad_(required)
         return full
+
+    def count_use(self) -> None:
+        """Count what the next backward may compute gradients for: forward passes, and reads outside a forward.
+
+        Called once for each forward pass that reads the parameters. A read without gradients in such a pass may be
+        repeated in backward, by a reentrant checkpoint, so that it counts twice.
+        """
+        self._uses += 1 if torch.is_grad_enabled() else 2
 
     def _readable(self, index: int) -> torch.nn.Parameter:
         weights = self._buffer.full_params[index].data
@@ -171,6 +182,14 @@ class OnDemandGather:
             gradient: the gradient of the full parameter, on this rank.
         """
         self._schedule.join_backward(self)
+        if self._sent:
+            raise RuntimeError(
+                "Autograd computed a gradient of a parameter outside the blocks (transformer layers), of shape "
+                f"{tuple(self._buffer.full_params[index].shape)}, after the backward of the last block had begun, "
+                "although the forward read the parameter only after this block. Its average over the ranks was already "
+                "started. Let the forward read the parameter before the blocks, too: the average is then started at "
+                "the end of the backward."
+            )
         # If a block's parameter was also read outside the block, its reduction may be pending, and must end first.
         if self._buffer.gradient.is_pending:
             self._schedule.receive_all()
@@ -228,16 +247,30 @@ class OnDemandGather:
             # outside `watch`. (When it reads a view that was saved inside `watch`, `_restore` is called, and does so.)
             self._buffer.wait()
 
+    def complete_gradients(self) -> list[GradientBuffer]:
+        """Return the gradients to average before the end of the backward: those of the flat buffer, or none.
+
+        Called when the running backward has computed all gradients that its forward pass contributes. There may be
+        others if the parameters were used elsewhere since the last backward.
+        """
+        if self._uses != 1 or not self._buffer.gradient.trainable:
+            return []
+        self._sent = True
+        return [self._buffer.gradient]
+
     def finish_backward(self) -> None:
         """Free the full parameters and start to average their gradients over the ranks. Called when backward ends.
+
+        The average may have been started before, see `complete_gradients`.
 
         Collective: every rank must call it. The full parameters are not freed if this backward runs inside another one
         (in a reentrant checkpoint) that still needs them, or inside a forward that has read them.
         """
         if not self._schedule.is_member(self):
             self._end_backward()
-        if self._buffer.gradient.trainable:
+        if self._buffer.gradient.trainable and not self._sent:
             self._schedule.send([self._buffer.gradient])
+        self._uses, self._sent = 0, False
 
     def _end_backward(self) -> None:
         # A forward may compute gradients by itself. It then still has the views of the parameters that it has read.
@@ -250,6 +283,7 @@ class OnDemandGather:
         Called when the next forward begins, or the next model is wrapped.
         """
         self._end_backward()
+        self._uses, self._sent = 0, False
         self._buffer.gradient.discard()
 
 

@@ -1,0 +1,151 @@
+"""Root parameters that a forward reads after its last block: gathered beside it, and reduced beside the backward."""
+
+import copy
+from unittest import mock
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+
+import hf_bmtrain as bmt
+from hf_bmtrain.engine.sharding.buffer import ShardedBuffer
+from hf_bmtrain.engine.sharding.gradient import GradientBuffer
+from hf_bmtrain.engine.wrap import root_params
+from ranks import on_ranks
+
+WIDTH, BLOCKS = 6, 3
+
+
+class Layer(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = torch.nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        return x + self.linear(x).tanh()
+
+
+class Model(torch.nn.Module):
+    """kind, of a forward: how it uses the head."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed = torch.nn.Embedding(11, WIDTH)
+        self.layers = torch.nn.ModuleList(Layer() for _ in range(BLOCKS))
+        self.norm, self.head = torch.nn.LayerNorm(WIDTH), torch.nn.Linear(WIDTH, 11)
+
+    def forward(self, tokens, kind="once"):
+        x = early = self.embed(tokens)
+        if kind == "before":
+            x = x + self.head(x).mean()
+        for layer in self.layers:
+            x = layer(x)
+        x = self.norm(x)
+        if kind == "unused":
+            return x
+        if kind == "reentrant":
+            return checkpoint(self.head, x, use_reentrant=True)
+        return self.head(x) + (self.head(early) if kind == "twice" else 0)
+
+
+def wrapped(model):
+    """The model, in which the embedding and the head have flat buffers of their own, as in large models."""
+    with mock.patch.object(root_params, "OWN_BUFFER_NUMEL", 11 * WIDTH):
+        return bmt.auto_wrap(model)
+
+
+def tokens(step, rank):
+    return torch.randint(11, (2, 4), generator=torch.Generator().manual_seed(10 * step + rank))
+
+
+def objective(model, given, kind):
+    """Return the loss of one step, in ways that torch allows."""
+    weight = model.head.weight
+    if kind == "penalty first":
+        penalty = (weight.gather() if isinstance(weight, bmt.DistributedParameter) else weight).square().sum()
+        return model(given).square().mean() + penalty
+    if kind == "penalty last":
+        loss = model(given).square().mean()
+        return loss + (weight.gather() if isinstance(weight, bmt.DistributedParameter) else weight).square().sum()
+    if kind == "two forwards":
+        return model(given).square().mean() + model(given.flip(0)).cos().mean()
+    if kind == "forward without backward":
+        model(given).sum()
+    return model(given, kind).square().mean()
+
+
+KINDS = {  # whether the head's gradient is sent before that of the last block; None if either is possible
+    "once": True, "twice": True, "penalty last": False, "penalty first": False, "two forwards": False,
+    "forward without backward": None, "before": False, "reentrant": None, "unused": None,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@on_ranks(1, 2, full=(3,))
+def test_gradients(kind):
+    """Two steps equal those of plain torch; the second one knows what the first did, and adds to its gradients."""
+    world, plain = bmt.current_world(), Model().double()
+    model, sent = wrapped(copy.deepcopy(plain)), []
+    send = GradientBuffer.send
+
+    def noting(gradient):
+        sent.append(gradient)
+        send(gradient)
+
+    with mock.patch.object(GradientBuffer, "send", noting):
+        for step in range(2):
+            del sent[:]
+            objective(model, tokens(step, world.rank), kind).backward()
+            if KINDS[kind] is not None:
+                assert len(sent) == len(set(sent)), "sent twice"
+                head, block = (part.weight.buffer.gradient for part in (model.head, model.layers[-1].linear))
+                assert (sent.index(head) < sent.index(block)) == KINDS[kind]
+            for rank in range(world.size):
+                (objective(plain, tokens(step, rank), kind) / world.size).backward()
+    for (name, ours), theirs in zip(model.named_parameters(), plain.parameters()):
+        found = ours.gather_gradient()
+        if theirs.grad is None:
+            assert found is None, name
+        else:
+            torch.testing.assert_close(found, theirs.grad, msg=lambda text, name=name: f"{name}: {text}")
+
+
+@on_ranks(2)
+def test_they_are_gathered_beside_the_last_block():
+    model, events = wrapped(Model()), []
+    head = model.head.weight.buffer
+    for layer in model.layers:
+        layer.register_forward_hook(lambda *_: events.append("block"))
+    gather = ShardedBuffer.gather
+
+    def noting(buffer):
+        if buffer is head and not buffer.is_unsharded:
+            events.append("head")
+        gather(buffer)
+
+    with mock.patch.object(ShardedBuffer, "gather", noting):
+        for kind, expected in (("once", BLOCKS), ("once", BLOCKS - 1), ("unused", BLOCKS - 1), ("once", BLOCKS)):
+            del events[:]
+            loss = model(tokens(0, 0), kind).square().mean()
+            assert events.index("head") == expected, "how many blocks had ended"
+            assert events.count("head") == 1, "gathered again"
+            assert head.is_unsharded == (kind == "once"), "what no forward has read stays unsharded"
+            loss.backward()
+            assert not head.is_unsharded
+
+
+@on_ranks(2)
+def test_a_late_gradient_is_refused():
+    model = wrapped(Model())
+
+    def give_gradient(_):
+        model.head._parameters["weight"].on_demand.collect(0, torch.ones(11, WIDTH))
+
+    hook = model.embed.register_forward_hook(lambda _, inputs, output: output.register_hook(give_gradient) and None)
+    loss = model(tokens(0, 0)).square().mean()
+    with pytest.raises(RuntimeError, match="after the backward of the last block had begun"):
+        loss.backward()
+    hook.remove()
+    model(tokens(0, 0)).square().mean().backward()
+    assert model.head.weight.grad is not None

@@ -182,17 +182,11 @@ class OnDemandGather:
             gradient: the gradient of the full parameter, on this rank.
         """
         self._schedule.join_backward(self)
-        if self._sent:
-            raise RuntimeError(
-                "Autograd computed a gradient of a parameter outside the blocks (transformer layers), of shape "
-                f"{tuple(self._buffer.full_params[index].shape)}, after the backward of the last block had begun, "
-                "although the forward read the parameter only after this block. Its average over the ranks was already "
-                "started. Let the forward read the parameter before the blocks, too: the average is then started at "
-                "the end of the backward."
-            )
-        # If a block's parameter was also read outside the block, its reduction may be pending, and must end first.
+        # A reduction may be pending, and must end first: that of a block, one of whose parameters was also read outside
+        # it, or that of gradients that seemed to be complete. The end of the backward then adds the mean of this one.
         if self._buffer.gradient.is_pending:
             self._schedule.receive_all()
+        self._sent = False
         for observer in self._schedule.observers.before_reduce:
             observer.before_reduce(self._buffer.gradient, index, gradient)
         self._buffer.gradient.collect(index, gradient)
@@ -251,7 +245,8 @@ class OnDemandGather:
         """Return the gradients to average before the end of the backward: those of the flat buffer, or none.
 
         Called when the running backward has computed all gradients that its forward pass contributes. There may be
-        others if the parameters were used elsewhere since the last backward.
+        others if the parameters were used elsewhere since the last backward. If one comes later nevertheless, as from
+        a graph that an earlier backward has retained, it is averaged at the end of the backward.
         """
         if self._uses != 1 or not self._buffer.gradient.trainable:
             return []

@@ -135,17 +135,31 @@ def test_they_are_gathered_beside_the_last_block():
             assert not head.is_unsharded
 
 
+@on_ranks(1, 2)
+def test_gradients_of_a_retained_graph():
+    """They come after those of the new one, when the head's reduction has begun."""
+    world, plain = bmt.current_world(), Model().double()
+    model = wrapped(copy.deepcopy(plain))
+    for each, ranks in ((model, [world.rank]), (plain, range(world.size))):
+        for rank in ranks:
+            size = len(ranks)
+            first = objective(each, tokens(0, rank), "once") / size
+            first.backward(retain_graph=True)
+            (first + objective(each, tokens(1, rank), "once") / size).backward()
+    for (name, ours), theirs in zip(model.named_parameters(), plain.parameters()):
+        torch.testing.assert_close(ours.gather_gradient(), theirs.grad, msg=lambda text, name=name: f"{name}: {text}")
+
+
 @on_ranks(2)
-def test_a_late_gradient_is_refused():
-    model = wrapped(Model())
+def test_a_late_gradient_is_added():
+    model, plain = wrapped(Model()), wrapped(Model())
 
     def give_gradient(_):
         model.head._parameters["weight"].on_demand.collect(0, torch.ones(11, WIDTH))
 
-    hook = model.embed.register_forward_hook(lambda _, inputs, output: output.register_hook(give_gradient) and None)
-    loss = model(tokens(0, 0)).square().mean()
-    with pytest.raises(RuntimeError, match="after the backward of the last block had begun"):
-        loss.backward()
-    hook.remove()
-    model(tokens(0, 0)).square().mean().backward()
-    assert model.head.weight.grad is not None
+    model.embed.register_forward_hook(lambda _, inputs, output: output.register_hook(give_gradient) and None)
+    for each in (model, plain):
+        for step in range(2):
+            objective(each, tokens(step, 0), "once").backward()
+    ours, theirs = (each.head.weight.gather_gradient() for each in (model, plain))
+    torch.testing.assert_close(ours, theirs + 2)

@@ -50,8 +50,8 @@ def has_trained_only(files: Iterable[str]) -> bool:
     Called when a checkpoint is loaded or merged. If True, weights that the checkpoint lacks are not an error: in
     loading they keep their values, and in merging they are read from the base model.
 
-    The names of the weight files tell: `trained*.safetensors` with `trained_only`, otherwise `model*.safetensors`. Only
-    names of this form count, with "" or a part number such as "-00001-of-00002" in place of `*`. A file such as
+    The file names decide: with `trained_only`, weights are saved in `trained*.safetensors`, otherwise in
+    `model*.safetensors`. Here, `*` stands only for "" or a part number such as "-00001-of-00002". A file such as
     "model_card.md", which the argument `add` of `save_state` may have written, is ignored. If there is no weight file,
     the result is True, because the checkpoint does not contain the full model.
 
@@ -339,9 +339,10 @@ class LoadedState:
 
     If the optimizer is not an AdamOptimizer, or if `names` is empty, only `load` changes it. Otherwise, the constructor
     already changes it: it discards the optimizer's state, sets step counts and parameter groups to the saved ones, and
-    allocates new state tensors. `target` returns these tensors themselves if they all have the saved form, which avoids
-    a second copy of the state. So the previous state is lost even if `load` is never called, and the new state is
-    incomplete until `load` has been called.
+    allocates new state tensors. So the previous state is lost even if `load` is never called, and the new state is
+    incomplete until `load` has been called. If the new tensors have all the keys in `names`, `target` returns these
+    tensors themselves, which avoids a second copy of the state. Otherwise it returns temporary tensors, whose
+    values `load` converts.
 
     Args:
         optimizer: the optimizer.
@@ -363,7 +364,8 @@ class LoadedState:
     ) -> None:
         numbers = {name: number for number, name in enumerate(parameters)}
         self._optimizer, self._parameters, self._numbers = optimizer, parameters, numbers
-        # The order of parameters in a group may have changed since they were saved, so state is matched by name.
+        # The order of parameters in a group may have changed since they were saved. So give the groups the numbers of
+        # the optimizer's own parameters, and assign the saved state to these numbers by name.
         counts = itertools.count()
         self._groups = []
         for saved, mine in zip(groups, optimizer.param_groups):
@@ -404,7 +406,7 @@ class LoadedState:
         if not isinstance(self._optimizer, AdamOptimizer):
             for values in self._state.values():
                 if values.pop("residual", None) is not None and "exp_avg_sq" in values:
-                    values["exp_avg_sq"].abs_()  # its signs belong to the residuals, which other optimizers do not know
+                    values["exp_avg_sq"].abs_()  # remove its signs, in which AdamOptimizer stores a part of "residual"
             self._optimizer.load_state_dict(state)
         elif not self._places:
             self._optimizer.take_state_dict(state)

@@ -150,7 +150,7 @@ def publish(staging: Path, final: Path) -> None:
     """
     flush(staging)
     replaced = None
-    if os.path.lexists(final):  # the old checkpoint can still be loaded until `prune` deletes it
+    if os.path.lexists(final):  # keep the old checkpoint, which `find` still finds, until `prune` deletes it
         aside = 1
         while os.path.lexists(replaced := final.with_name(f"{final.name}{_REPLACED}{aside}")):
             aside += 1
@@ -170,15 +170,15 @@ def publish(staging: Path, final: Path) -> None:
 
 
 def prune(new: Path, keep: int | None) -> None:
-    """Delete older checkpoints after a new one was published: those that were replaced, and all but the newest `keep`.
+    """Delete older checkpoints once a new one has its final name: replaced ones, and all but the newest `keep`.
 
     A checkpoint was replaced if a newer checkpoint was saved under the same name. First, the new name is flushed to
-    disk. If this fails, a warning is logged, and nothing is deleted. No error is raised, because the new checkpoint is
-    complete: a warning names each checkpoint that cannot be deleted.
+    disk. If this fails, a warning is logged, and nothing is deleted. If a checkpoint cannot be deleted, a warning names
+    it. No error is raised, because the new checkpoint is complete.
 
     Args:
-        new: the checkpoint that was published. The other checkpoints are in the same folder. Symbolic links to
-            checkpoints are not counted, and are deleted only if they were replaced.
+        new: the new checkpoint. The other checkpoints are in the same folder. Symbolic links to checkpoints are not
+            counted, and are deleted only if they were replaced.
         keep: the number of checkpoints that remain, including the new one. None deletes only replaced checkpoints.
     """
     with deleting_older(new):
@@ -214,11 +214,13 @@ def deleting_older(new: Path) -> Iterator[None]:
 def remove(folder: Path, new: Path | None = None) -> None:
     """Delete a checkpoint, or log a warning if it cannot be deleted.
 
-    The folder is first renamed, so that `find` ignores it if this process is killed before all files are deleted.
+    The folder is first renamed to a name that `find` ignores, because this process may be killed before all files are
+    deleted.
 
     Args:
         folder: the checkpoint to delete.
-        new: the complete checkpoint because of which `folder` is deleted, for the warning. None if there is none.
+        new: the newly saved checkpoint that makes `folder` outdated, for the warning. None if `folder` is deleted for
+            another reason, such as being incomplete.
     """
     doomed = folder.with_name(f"{_STAGING}removed-{folder.name}-{secrets.token_hex(4)}")
     try:
@@ -322,7 +324,7 @@ def find(path: Path, without: tuple[str, ...] = ()) -> tuple[list[Found], list[t
 
 def _has_manifest(folder: Path) -> bool:
     """Return whether a folder has a manifest. A folder that this process may not read, like `lost+found`, has none."""
-    return os.path.exists(folder / NAME)  # `Path.exists` raises PermissionError
+    return os.path.exists(folder / NAME)  # False if reading is not permitted, where `Path.exists` raises an error
 
 
 # -- files that other code adds to a complete checkpoint ------------------------------------------------------------
@@ -331,8 +333,9 @@ def _has_manifest(folder: Path) -> bool:
 def add_checksums(folder: Path) -> None:
     """Record the checksums of the files that other code, such as Trainer, has added to the checkpoint in `folder`.
 
-    Every file that the manifest does not list counts as added, because `save_state` lists all files in it. Files in
-    subfolders get no checksums. All added files are flushed to disk. The checksums are written to `complete.json`.
+    The manifest lists the files that the checkpoint had when it became complete, except those in subfolders. All other
+    files count as added, and are flushed to disk. The checksums are written to `complete.json`. Files in subfolders get
+    no checksums.
     """
     known = {NAME, *Manifest.read(folder).files}
     added = [path for path in sorted(folder.rglob("*")) if path.name not in known or path.parent != folder]

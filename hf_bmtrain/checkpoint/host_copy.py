@@ -21,8 +21,8 @@ from .ranges import Part, write_parts
 _log = logging.getLogger("hf_bmtrain")
 _ALIGNMENT = 64
 _TURN_BYTES = 256 << 20
-"""Maximum size of one copy to the host, in bytes. Training may copy small values to the host at the same time, as
-transformers does when it creates masks. Such a value waits for at most one of these copies."""
+"""Maximum size of one copy to the host, in bytes. Larger tensors are copied in several pieces: training may copy small
+values to the host at the same time, as transformers does to create masks, and then waits only for the current piece."""
 
 
 class HostMemory:
@@ -50,10 +50,11 @@ class HostMemory:
 class Snapshot:
     """Lets a thread write the present values of tensors to files, while training continues.
 
-    From the construction of this object until the thread has copied the values, an optimizer step blocks the host.
-    Forward and backward go on, because they only read the tensors. `write`, which the thread calls, raises an error if
-    torch's version counters show that other code has changed the tensors. Before constructing this object, synchronize
-    the device, because the thread's copies do not wait for kernels that still write the tensors.
+    The thread calls `write`. From the construction of this object until the thread has copied the values, optimizer
+    steps wait, because they would change the tensors. Forward and backward go on, because they only read them. If
+    torch's version counters show that other code has changed the tensors, `write` raises an error. Before constructing
+    this object, synchronize the device, because the thread's copies do not wait for kernels that still write the
+    tensors.
 
     Args:
         parts: the 1-D tensors, each with the file and the offset at which it is written.

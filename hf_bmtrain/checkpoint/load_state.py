@@ -367,8 +367,8 @@ class _Loading:
             read_parts(self._folder, self.manifest, [each for each in self._wanted if len(each.values)])
             wait_loader()  # wait for copies to the device, which reading threads may have queued on other streams
         finally:
-            # Mark the flat buffers as changed even if this rank has failed or has no elements to read, so that all
-            # ranks all-gather them again.
+            # Mark the flat buffers (which contain the sharded parameters) as changed, so that they are all-gathered
+            # again. Do so even if this rank has failed or has no elements to read, because all ranks must take part.
             torch.autograd.graph.increment_version([buffer.shard for buffer in buffers])
 
     def apply(self, random: bool) -> Any:

@@ -77,7 +77,8 @@ def _check(parameters: Named, buffers: Named, model: torch.nn.Module, state: Map
     """Raise ValueError unless `state`, the values in the files, fits the model's tensors in names and shapes.
 
     Each tensor on the meta device needs a value, and each value must belong to a tensor. If the files contain several
-    values for tied tensors, these must be equal. Non-persistent buffers are in no file, so they must have values.
+    values for tied tensors, these must be equal. Non-persistent buffers must already have values, because no file
+    contains them.
 
     parameters: the model's parameters, as {id(tensor): (tensor, all its names in the state dict)}.
     buffers: its persistent buffers, in the same form.

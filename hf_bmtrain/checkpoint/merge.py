@@ -183,7 +183,8 @@ def _overlay(
 ) -> tuple[dict[str, _Source], list[str]]:
     """Return all tensors of the model, by name: those in `trained`, and the others from `base`.
 
-    Tensors of `base` that are tied to a trained one under another name are left out, because their values are old.
+    If a trained tensor is tied, `base` may contain it under its other names too. These are left out, because their
+    values are those from before the training.
 
     The second result is a list of sentences to print for the user, one for each difference of dtypes between `trained`
     and `base`. Raises ValueError if a trained tensor is not in `base`, or has another shape there.

@@ -25,7 +25,8 @@ from .manifest import Checked, Manifest
 
 _log = logging.getLogger("hf_bmtrain")
 PIECE_BYTES = 4 << 20
-"""Maximum size of a chunk in bytes. It is a multiple of every element size, so that chunks never split an element."""
+"""Maximum size in bytes of a chunk, which is a part of a file with a checksum of its own. It is a multiple of every
+element size, so that chunks never split an element."""
 
 
 class Part(NamedTuple):

@@ -284,7 +284,7 @@ class SavingState:
         if snapshot is not None:
             self._thread = threading.Thread(target=self._run, args=(snapshot, memory), name=f"save {job.final}")
             try:
-                self._thread.start()  # the interpreter waits for this thread before it exits
+                self._thread.start()  # not a daemon, so the interpreter waits for it before it exits
             except BaseException:
                 snapshot.close()  # otherwise optimizer steps would wait for a copy that no thread makes
                 raise
@@ -314,10 +314,10 @@ class SavingState:
             self._thread.join()
             self._snapshot.close()
             self._thread = None
-            # Usually all ranks have the same text, which contains the problems of all ranks. But if a rank could not
-            # send its problem to the others, no other rank has a text. So gather all texts, and raise the first, unless
-            # rank 0 has published the checkpoint: then it is complete, and a text only says that a rank could not learn
-            # this.
+            # Usually the ranks have already exchanged their errors, so `_problem` is the same on every rank. But if
+            # this exchange failed on one rank, perhaps only that rank has a text. So gather all texts, and raise the
+            # first. If rank 0 has renamed the checkpoint into place, the checkpoint is complete. A text then only says
+            # that a rank could not learn this, and is ignored.
             reports = self._world.gather_objects((self._job.published, self._problem))
             published, _ = reports[0]
             _raise(self._job, None if published else next((text for _, text in reports if text), None))
@@ -432,7 +432,7 @@ class _Job:
 
         write: a function without arguments that writes the elements, and returns the offset, size and checksum of each
             written chunk, by file name.
-        exchange: with this object, the ranks exchange descriptions of errors.
+        exchange: the object by which the ranks tell each other their errors.
         """
         problem = None
         try:
@@ -637,7 +637,7 @@ def _report(problems: list[str | None]) -> str | None:
 
 
 class _Collectives:
-    """The `Exchange` of the threads that train, by collectives."""
+    """The `Exchange` (of errors between the ranks) for the threads that train. It uses collectives."""
 
     def __init__(self, world: World) -> None:
         self._world = world
@@ -650,10 +650,11 @@ class _Collectives:
 
 
 class _Posts:
-    """The `Exchange` of the background threads of all ranks.
+    """The `Exchange` (of errors between the ranks) for the background threads that write a checkpoint.
 
-    It uses the launcher's key-value store, because the main thread may run a collective at the same time. The keys in
-    the store contain the name of the checkpoint's temporary folder, which is unique.
+    It uses the launcher's key-value store instead of collectives, because the main thread may run a collective at the
+    same time. Every key contains the name of the checkpoint's temporary folder, which is unique, so that the texts of
+    different checkpoints are not confused.
     """
 
     def __init__(self, world: World, job: _Job) -> None:

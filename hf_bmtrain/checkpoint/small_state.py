@@ -52,8 +52,8 @@ def collect(
         The state, which is the same on every rank: random generators and `extra` of every rank, parameter groups, step
         counts, schedulers, the loss scale, and similar values.
     """
-    # Call own_state before anything else is collected. It ends the previous step, of which the host may not know yet
-    # whether it was skipped, and the schedulers then set the learning rates, which are collected below.
+    # Call own_state first. The host may not know yet whether the previous step was skipped because of inf or nan.
+    # own_state finds out and, if it was not, steps the schedulers, which set the learning rates collected below.
     manager = optimizer.own_state() if isinstance(optimizer, OptimManager) else None
     ranks = world.gather_objects(
         {"random": _random_state(world.device), "extra": extra, "buffers": _own_buffers(world, model)}

@@ -122,7 +122,7 @@ def save(model: torch.nn.Module, file_name: str | os.PathLike, non_blocking: boo
 def load(model: torch.nn.Module, file_name: str | os.PathLike, strict: bool = True) -> Any:
     """Load a file of full tensors into a model, in place. Collective: every rank must call it.
 
-    Each rank reads only its own elements of each tensor, so every host must be able to read the file. It may have been
+    Each rank reads only its own elements of each tensor, so every host must be able to read the file. The file may be
     written by `bmt.save`, `torch.save(model.state_dict())`, Hugging Face's `save_pretrained` or BMTrain. Files of
     torch.save are read with `weights_only=True`. The checksums in files of `bmt.save` are verified; the ranks share
     this work.
@@ -266,8 +266,8 @@ def _read_file(path: Path, part: tuple[int, int]) -> OrderedDict:
 def _read_safetensors(path: Path) -> tuple[OrderedDict, Any]:
     """Return the tensors in a safetensors file, and the checksums in its metadata, as {tensor name: CRC-32}.
 
-    The checksums are None if the file has none, and a str, with which `_verify` fails, if they are not valid JSON.
-    Raises ValueError if the file is not a safetensors file.
+    The checksums are None if the file has none. If their JSON is invalid, their text (a str) is returned instead, which
+    `_verify` reports as damage. Raises ValueError if the file is not a safetensors file.
     """
     try:
         with safetensors.safe_open(path, "pt") as file:

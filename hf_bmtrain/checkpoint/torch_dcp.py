@@ -117,7 +117,8 @@ class DCPState:
         for name, target in targets.items():
             part = target.part if isinstance(target, DistributedParameter) else target
             part.copy_(_unpack(target, state_dict["model"][name]).view(part.shape))
-        # Mark the flat buffers as changed even if this rank has no elements of them, so that all ranks all-gather them.
+        # Mark the flat buffers (which contain the sharded parameters) as changed, so that they are all-gathered again.
+        # Do so even if this rank has no elements of them, because all ranks must take part.
         torch.autograd.graph.increment_version([buffer.shard for buffer in buffers])
         if self._optimizer is not None:
             self._load_optimizer(self._optimizer, state_dict["optim"])
@@ -258,7 +259,8 @@ def _pack(like: Any, values: Any) -> Any:
     first = local_range.tensor_start // row
     rows = -(-local_range.tensor_stop // row) - first if local_range.length else 0
     own = values.part if hasattr(values, "part") else values
-    # Only this rank's elements are ever written or read, so memory pages without such elements are never allocated.
+    # The rows may be much larger than this rank's elements. But torch.empty writes nothing, and only this rank's
+    # elements are ever written or read, so the operating system never allocates the other memory pages.
     packed: Any = torch.empty((rows, *shape[1:]) if shape else (), dtype=own.dtype, device="cpu")
     packed.view(-1)[local_range.tensor_start - first * row :][: local_range.length] = own.detach().cpu()
     mine = list(boxes(shape, local_range.tensor_start, local_range.tensor_stop))

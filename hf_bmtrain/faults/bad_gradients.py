@@ -37,7 +37,8 @@ class OwnGradients(Observer):
     loss scale. It serves to name the rank that computed an inf or nan, which the averaged gradient does not show.
 
     Args:
-        owner: the object whose steps are counted: an OptimManager or, for Hugging Face's Trainer, a `BadNumbers`.
+        owner: the object whose steps are counted: an OptimManager or, for Hugging Face's Trainer, a `BadNumbers` (which
+            checks the gradient norm and loss scale that Trainer logs).
         parameters: the parameters whose gradients are checked.
 
     Attributes:
@@ -63,11 +64,11 @@ class OwnGradients(Observer):
             self.end()
 
     def end(self) -> None:
-        """Record that the owner (an OptimManager or a `BadNumbers`) has made a step. Called at the end of each step.
+        """Record that the owner (the object whose steps are counted) has made a step. Called at the end of each step.
 
-        Until the next call, `found` returns the results of the step that has just ended. The results are needed for 16
-        steps, but the checks end only with the 17th call: an OptimManager may notice only during step 17 that step 16
-        was skipped, and then reads the results of step 16. The 17th call drops the results.
+        Until the next call, `found` returns the results of the step that has just ended. The checks end with the 17th
+        call, which drops the results, and not with the 16th: an OptimManager may notice only during step 17 that step
+        16 was skipped, and then reads the results of step 16.
         """
         self._last, self._arriving = self._arriving, []
         self.steps -= 1
@@ -109,7 +110,7 @@ class GradientWatcher(Observer):
 
     In the 16 steps after a skip, each rank also checks its own gradients before they are averaged, so that another skip
     can be traced to a rank. This is done separately for each owner of optimizers: an OptimManager or, for Hugging
-    Face's Trainer, a `BadNumbers`.
+    Face's Trainer, a `BadNumbers` (which checks the gradient norm and loss scale that Trainer logs).
     """
 
     def __init__(self, world: World) -> None:
@@ -208,7 +209,7 @@ def explain(
     Args:
         parameters: the parameters of all optimizers.
         counts: (len(parameters), 2) int64, the numbers of nan and of inf in this rank's elements of each averaged
-            gradient; -1 if the gradient was already freed.
+            gradient; -1 if there is no gradient, or if it was already freed.
         own: the results of the checks of this rank's own gradients before averaging, or None if there were no checks.
         world: this rank's number, device and communicators.
 

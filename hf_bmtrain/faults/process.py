@@ -42,7 +42,7 @@ from .watch import Watch
 
 _log = logging.getLogger("hf_bmtrain")
 _CAUSE_SECONDS = 5.0
-"""Seconds that a rank whose collective has failed waits for the cause to be known, usually that another rank ended."""
+"""Maximum time in seconds that a rank waits to learn why its collective has failed. Usually, another rank has ended."""
 _TORCH_COLLECTIVES = tuple(
     os.path.join("torch", "distributed", file) for file in ("distributed_c10d.py", "_functional_collectives.py")
 )
@@ -68,7 +68,8 @@ def install(world: World, watch: Watch, opened: Sequence[Communicator], joined: 
             destroy the process group.
 
     Returns:
-        A function that restores the replaced functions and removes the exit handler. The exit handler calls it first.
+        A function that restores the replaced functions and removes the exit handler. The exit handler itself begins by
+        calling this function.
     """
     exits, pid = Exits(), os.getpid()
     undo = [_report_exceptions(watch, world.rank), exits.install()]
@@ -113,8 +114,9 @@ def _report_exceptions(watch: Watch, rank: int) -> Callable[[], None]:
                 sys.stderr.flush()
             return
         problem = watch.problem
-        # If the error's text does not contain the problem, the error is another failure, and is reported instead. This
-        # does not hold for KeyboardInterrupt: the user presses Ctrl-C to end a wait that the problem has caused.
+        # `problem` is the reason why every rank must stop, if there is one. An error that was raised for this reason
+        # quotes it. Any other error is a failure of its own, and is reported instead of `problem`, except
+        # KeyboardInterrupt: the user presses Ctrl-C to end a wait that `problem` has caused.
         if problem is not None and not interrupted and problem not in str(error):
             problem = None
         if problem is None and isinstance(error, RuntimeError):
@@ -172,7 +174,8 @@ def _is_raised_in(files: Sequence[str], trace: TracebackType | None) -> bool:
 def _hides_error(interruption: BaseException) -> bool:
     """Return whether a KeyboardInterrupt was raised while the program handled another error, which nothing else prints.
 
-    An error of a collective does not count, because it may be the effect of the interruption of another rank.
+    If that error was raised by a collective, it does not count, because it may only show that another rank was
+    interrupted.
     """
     error = interruption.__context__
     while error is not None:

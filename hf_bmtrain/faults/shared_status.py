@@ -38,11 +38,12 @@ class SharedStatus:
     """Writes this rank's status text and collective logs to shared memory, and reads the texts of other ranks.
 
     The status text says what a rank is doing, and how its program has ended. Other ranks read it to report a rank that
-    hangs or fails. A collective log lists the operations that a rank has issued. Neighbouring ranks compare their logs.
-    Each rank has a page (a region of the shared memory).
-    All ranks of a host map all pages of this host, so the page of a suspended or killed process can still be read, and
-    no server is needed. If there are several hosts, each rank also writes its text to the launcher's store (torch's
-    TCPStore).
+    hangs or fails. A collective log lists the operations that a rank has issued. Ranks of the same host compare their
+    logs.
+
+    Each rank has a page (a region of the shared memory). All ranks of a host map all pages of this host, so the page of
+    a suspended or killed process can still be read, and no server is needed. If there are several hosts, each rank also
+    writes its text to the launcher's store (torch's TCPStore).
 
     Attributes:
         neighbours: the other ranks of this host.
@@ -142,7 +143,7 @@ class SharedStatus:
         return self._ask(self._control.look, _KEY.format(rank))
 
     def _ask(self, function: Callable[..., str | None], *arguments: str) -> str | None:
-        for last in () if self.lost else (False, True):  # try twice, because a connection may fail once
+        for last in () if self.lost else (False, True):  # two attempts, because a connection may fail once
             try:
                 return function(*arguments)
             except RuntimeError as error:

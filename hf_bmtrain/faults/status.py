@@ -93,9 +93,9 @@ class Status:
     def to_text(self, limit: float = math.inf) -> str:
         """Return this status of a rank as JSON, in ASCII, of at most `limit` characters.
 
-        If it would be longer, each text in it is cut to 1000, 250 or 50 characters. An error may quote a page of the
-        user's data, and a character that is not ASCII takes up to 12 characters of JSON. If even 50 are too many,
-        `occasions` and `excerpts` are left empty, too. Nothing else is shortened.
+        The JSON can become long, because an error may quote a page of the user's data, and a character that is not
+        ASCII takes up to 12 characters of JSON. If it exceeds `limit`, each text in it is cut to 1000, 250 or 50
+        characters. If 50 are still too many, `occasions` and `excerpts` are also left empty. Nothing else is shortened.
         """
         values = asdict(self)
         for length in (None, 1000, 250, 50):

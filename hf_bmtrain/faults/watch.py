@@ -66,7 +66,7 @@ class Watch(Monitor):
         self._communicators: list[Communicator] = []
         self._interrupt: Callable[[], None] = lambda: None
         self._busy: Callable[[], bool] = lambda: False  # whether this rank's device has unfinished work
-        self._delay = self._next = hang_seconds()  # seconds of waiting before the first, and the next, warning
+        self._delay = self._next = hang_seconds()  # seconds of waiting: before the first warning, and before the next
         self._reported: dict[int, Status] = {}  # each missing rank's status at the last warning in the present wait
         self._warning: str | None = None  # the text of the last warning in the present wait
         self._stopped = threading.Event()
@@ -261,10 +261,10 @@ class Watch(Monitor):
         self._show()
         if self.problem is not None:  # an operation of this rank has already found a problem
             return self.problem
-        # Compare the logs with those of the rank before, the rank after, and the other ranks of this host. A status
-        # contains only the last entries of a rank's logs. If this rank has issued fewer operations than the other one,
-        # its own log may end before those entries begin, and it finds nothing. Then the other rank finds the difference
-        # in its longer log. So both ranks of a pair must compare, and each rank looks at the one before and after it.
+        # Compare this rank's logs with those of the rank before, the rank after, and the other ranks of this host. Both
+        # ranks of each pair must compare, because a status contains only the last entries of a rank's logs: if this
+        # rank has issued fewer operations than the other one, its own log may end before those entries begin. It then
+        # finds nothing, but the other rank finds the difference in its own, longer log.
         after, before = ((self._rank + step) % self._control.size for step in (1, -1))
         for other in sorted({after, before, *self._board.neighbours}):
             theirs = self._read(other)
@@ -402,7 +402,8 @@ class Watch(Monitor):
         missing, first when it has waited for HF_BMTRAIN_HANG_SECONDS, and then at growing intervals.
         """
         waited = time.time() - self.status.waits_since if self.status.waits else 0.0
-        # A rank whose program has ended waits in the barrier at exit, which has a timeout of its own.
+        # The timeout does not apply while this rank waits for its device, whose work may be slow. Nor does it apply
+        # after the program has ended, because the rank then waits in the barrier at exit, which has its own timeout.
         over = waited >= self._control.timeout and self.status.waits != _DEVICE and not self.status.ended
         if waited < self._next and not over:
             return None

@@ -23,8 +23,8 @@ class BadNumbers:
     Trainer applies gradients with inf or nan, as torch does. With a GradScaler it skips such steps, without limit. If a
     logged gradient norm is not finite (without a GradScaler), or the loss scale is below 1 (with one), this class logs
     a warning, examines the gradients of the next steps, and logs the rank, layer and parameter where inf or nan first
-    occurred. While both are good, its methods never make the host wait for the device. `end_step` and `look` are
-    collective: every rank must call them.
+    occurred. While gradient norm and loss scale are good, the methods of this class never make the host wait for the
+    device. `end_step` and `look` are collective: every rank must call them.
 
     Args:
         parameters: the model's parameters, whose gradients are examined.

@@ -124,7 +124,8 @@ class BMTrainCallback(TrainerCallback):
         if known is None:
             check_arguments(args, model)
             follow_shared_rows(model, args)
-            # Trainer's total_flos calls `num_parameters`, which would count only this rank's elements.
+            # Trainer calls `num_parameters` after each micro-batch, for its total_flos. The model's own method is slow
+            # for sharded parameters, and of weights that `tp_size` splits, it counts only this rank's part.
             if hasattr(model, "num_parameters"):
                 model.num_parameters = ParameterCount(model)
         # A model has one StagedWeights, which all its Trainers use. Another Trainer's callback may have created it.
@@ -133,8 +134,9 @@ class BMTrainCallback(TrainerCallback):
     def _prepare_saves(self) -> None:
         """Make the calling Trainer save all ranks' parts of a checkpoint before it writes its own files.
 
-        This replaces the Trainer's `_save_checkpoint`, which every rank enters, and only when there is something to
-        save. No event of Trainer tells this: a callback that runs later may still request or cancel the save.
+        This replaces the Trainer's method `_save_checkpoint`, which every rank calls when a checkpoint is saved. An
+        event such as `on_step_end` would be too early: a callback that runs after this one may still request or cancel
+        the save.
         """
         trainer: Any = calling_trainer()
         if trainer is None:

@@ -63,7 +63,8 @@ class TrainerCheckpoints:
         self._model, self._optimizer, self._args = model, optimizer, args
         self._run = current_world().control.broadcast_object(uuid.uuid4().hex)
         self._reference: dict[str, Any] | None = None
-        self._limit: int | None = None  # the value of save_total_limit while it is hidden from Trainer
+        # The user's save_total_limit, while it is replaced by None so that Trainer deletes no checkpoints (`_refer`).
+        self._limit: int | None = None
 
     @property
     def staged(self) -> Path | None:
@@ -290,7 +291,7 @@ def writes_own_weights(model: Any) -> bool:
     """
     method = getattr(type(model), "save_pretrained", None)
     adapted = getattr(model, "_hf_peft_config_loaded", False)
-    parted = any(map(is_part, model.parameters()))  # from_pretrained cannot load weights split by `tp_size`
+    parted = any(map(is_part, model.parameters()))  # ranks save such parts in a form that from_pretrained cannot load
     return method is transformers.PreTrainedModel.save_pretrained and not adapted and not parted
 
 
@@ -402,7 +403,14 @@ def set_aside_incomplete(output_dir: str | os.PathLike) -> None:
 
 
 def _set_aside(output_dir: str | os.PathLike, incomplete: dict[Path, str], earlier: list[Path]) -> None:
-    """Rename the `incomplete` checkpoints, given with what they lack, and settle the `earlier` ones of their steps."""
+    """Rename incomplete checkpoints, and delete the earlier checkpoints of a step or give them their names back.
+
+    This is the work of `set_aside_incomplete`, which describes it, once the folder is locked.
+
+    output_dir: the folder that contains Trainer's checkpoints.
+    incomplete: {incomplete checkpoint: why it cannot be used, for the log}.
+    earlier: the folders that `_set_earlier_aside` has renamed to earlier-checkpoint-N.
+    """
     for left in Path(output_dir).absolute().glob(f"incomplete-{PREFIX_CHECKPOINT_DIR}-*") if incomplete else ():
         remove(left)
     for folder, missing in incomplete.items():

@@ -103,7 +103,7 @@ def count_rows_once(trainer: Trainer) -> None:
     # The trainer's constructor stored `gather_for_metrics` of the Accelerator in `gather_function`. It may have done so
     # before `share_batches` replaced this method by one that returns each row once. So store the method again.
     trainer.gather_function = functools.partial(trainer.accelerator.gather_for_metrics, use_gather_object=False)
-    trainer.get_tp_size = lambda: size  # older versions of Trainer read it here, not in the Accelerator
+    trainer.get_tp_size = lambda: size  # older versions of Trainer do not look up the size in the Accelerator
     track, operations = getattr(trainer, "_track_num_input_tokens", None), trainer.floating_point_ops
     trainer.floating_point_ops = lambda inputs: operations(inputs) / size  # pyright: ignore[reportAttributeAccessIssue]
     if track is None:

@@ -64,7 +64,9 @@ class Speedometer(Observer):
         inputs = next((tensor for tensor in tensors if tensor is main), tensors[0])
         tokens = inputs.numel() if inputs is main and inputs.dim() == 2 else 0
         flops = tokens * (self._weights + self._attention * inputs.shape[-1])
-        shared = ranks_per_row(model)  # so many ranks compute the same rows, and each of these ranks counts them here
+        # `shared` ranks compute the same rows (sequences) together. Each of them runs this code, and adds 1 / shared of
+        # the rows, so that `read`, which adds up the numbers of all ranks, counts each row once.
+        shared = ranks_per_row(model)
         self._samples += len(inputs) / shared
         self._tokens += tokens / shared
         self._flops += flops / shared
@@ -72,7 +74,7 @@ class Speedometer(Observer):
     def pause(self) -> None:
         """Stop the clock until `resume`, so that evaluations and saves do not count as training time.
 
-        The host waits until the GPU has ended the steps before, which are training time.
+        The host first waits until the GPU has completed the steps that were launched, because they are training time.
         """
         if self._paused is None:
             finish(current_world().device)

@@ -75,7 +75,7 @@ class _Crc:
 
     def __init__(self) -> None:
         self.value = 0
-        self._open: set[int] = set()  # ids of objects whose attributes are being added: a reference cycle ends there
+        self._open: set[int] = set()  # ids of objects whose attributes are being added, to stop at reference cycles
 
     def add(self, value: Any) -> None:
         if isinstance(value, torch.Tensor):

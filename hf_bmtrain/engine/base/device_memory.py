@@ -46,6 +46,6 @@ class DeviceMemory:
         return most - max(_SMALLEST_RESERVE, total // 20)
 
     def _current(self, name: str) -> int:
-        # `memory_allocated` and `memory_reserved` would sort all statistics of the allocator to read one.
+        # Not by `memory_allocated` or `memory_reserved`, which would sort all statistics of the allocator to read one.
         statistics = self._module.memory_stats_as_nested_dict(self._device)
         return statistics[name]["all"]["current"] if statistics else 0

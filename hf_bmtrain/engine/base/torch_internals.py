@@ -183,7 +183,7 @@ def mode_options(mode: str) -> dict[str, Any]:
 
 
 def graph_outputs_in_use(device: torch.device) -> int:
-    """Return how many tensors are in use that CUDA graphs of compiled code have computed since the last marked step.
+    """Return how many outputs of compiled code's CUDA graphs, computed since the last marked step, are still in use.
 
     The graphs recorded by torch.compile (`mode="reduce-overhead"`) write their outputs to the same memory in each step.
     A step is marked by `torch.compiler.cudagraph_mark_step_begin`. Torch overwrites the outputs of the step before
@@ -252,7 +252,7 @@ CPU build of torch."""
 # -- compilation ----------------------------------------------------------------------------------------------------
 
 is_tracing: Callable[[], bool] = lambda: TracingContext.try_get() is not None  # noqa: E731
-"""Return whether torch.compile is tracing code. Also True while torch.compile inspects a tensor for this. The public
+"""Return whether torch.compile is tracing code, or inspecting a tensor in order to trace code. The public
 `torch.compiler.is_compiling` is true in code that is being traced, but false while the compiler inspects a tensor."""
 
 

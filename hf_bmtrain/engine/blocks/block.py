@@ -38,7 +38,8 @@ class CheckpointBlock(ShardedModule):
         layer: the layer. Its parameters may already be sharded (DistributedParameters). A CheckpointBlock is returned
             unchanged.
         use_checkpoint: whether to recompute the forward in backward instead of keeping its activations. "attention"
-            keeps only the outputs of attention, and "auto" recomputes as much as memory requires (see `auto_wrap`).
+            recomputes all but the outputs of attention, and "auto" recomputes only as much as memory requires (see
+            `auto_wrap`).
         zero_level: 3 frees the full parameters between forward and backward, and 2 keeps them. None uses the value
             given to `init_distributed`.
         mode: ignored. (BMTrain needs it for its pipelines.)
@@ -91,6 +92,7 @@ class CheckpointBlock(ShardedModule):
 
         Raises:
             ValueError: CUDA graphs are requested, but do not work with this block. The message says why.
+            RuntimeError: CUDA graphs are requested, and torch is older than 2.7.
         """
         state = self._bmt
         if state.compiled:
@@ -99,7 +101,7 @@ class CheckpointBlock(ShardedModule):
         make = current_world().layer_features.compile
         # A graph that contains the forward and its recomputation also contains a call of torch's checkpoint. With graph
         # breaks, this call would run uncompiled, so forbid them (fullgraph=True).
-        owner = weakref.ref(state)  # weak, because the RecomputedGraphs that calls `recomputed` belongs to the state
+        owner = weakref.ref(state)  # weak, to avoid a cycle: `state` refers to `recomputed` through `graphs`
 
         def recomputed(function: Callable) -> Callable:
             block = owner()

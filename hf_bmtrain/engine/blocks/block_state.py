@@ -31,8 +31,8 @@ class BlockState:
     """The state of one CheckpointBlock (a transformer layer sharded in place), with methods for forward and backward.
 
     While the block's forward or backward runs, its modules have the full parameters, and at other times the sharded
-    ones. When its forward starts, the parameters of `next` are prefetched. When its backward starts, those of
-    `previous` are prefetched, if the backward of that block is still to come.
+    ones. When its forward starts, the parameters of the next block are prefetched. When its backward starts, those of
+    the previous block are prefetched, if the backward of that block is still to come.
 
     The full parameters are freed:
 
@@ -48,7 +48,8 @@ class BlockState:
         schedule: tracks, for all blocks of this rank, which are unsharded and which reductions are pending.
         buffers: the flat buffers of the block's parameters.
         slots: the entries of these parameters in the `_parameters` of the layer's modules.
-        replay: saves the layer's state (such as its buffers) before a forward, and restores it for its recomputation.
+        replay: saves the layer's state (such as running means and random generators) before a forward, and restores it
+            for the recomputation of this forward.
         zero_level: 3 frees the full parameters between forward and backward, and 2 keeps them.
         recompute: decides which forwards are recomputed in backward.
         inputs: stores the inputs of recomputed forwards in host memory until backward. None leaves them on the device.
@@ -87,8 +88,8 @@ class BlockState:
     def keeps_no_cache(self) -> bool:
         """True if training forwards must not fill a key-value cache, because they may be recomputed or are compiled.
 
-        A hook of the outermost module reads this, and passes use_cache=False to forwards in training if it is True for
-        any block.
+        Hooks of the model's modules (see `keep_cache_out`) read this before each training forward. If it is True for
+        any block, they pass use_cache=False to the forward.
         """
         return not self.recompute.fills_cache or self.compiled
 
@@ -131,7 +132,7 @@ class BlockState:
             if not differentiable:
                 self.reshard()
             if running is not None:
-                running.tail.clear()  # what the block itself has read is not read after it
+                running.tail.clear()  # so that it finally lists only what was read after the last block
         if self.zero_level == 3 and differentiable:
             self.schedule.leave_unsharded(self)
         return tuple(outputs) if self.lists_as_tuples and type(outputs) is list else outputs
@@ -229,8 +230,9 @@ class BlockState:
 
         * The block is not compiled, its inputs are kept in host memory, or nothing requires a gradient.
         * Layers issue collectives in their forwards. The graph of each rank could recompute them in another order.
-        * Saved-tensor hooks are active. Hooks for offloading would offload the full parameters that the graph saves. A
-          checkpoint around the block requires that its recomputation runs like the first forward.
+        * Saved-tensor hooks are active. If they offload tensors, they would also offload the full parameters that the
+          graph saves. If they belong to an activation checkpoint around the block, the block will run again in
+          backward, without the graph (`_recompute_for_others`), and must then save the same tensors as now.
         * The forward changes buffers, or may do so. The graph would recompute with the changed values.
         * The block's Recompute object requires it.
 

@@ -192,7 +192,7 @@ def copy_views(
         objects: whether views are also replaced in arguments that are objects of other classes, such as a key-value
             cache. To search these takes longer.
     """
-    # torch.compile cannot trace the comparison of memory.
+    # `is_view` compares memory addresses, which torch.compile cannot trace. So while it traces, call `_copy` untraced.
     return (_copy_untraced if torch.compiler.is_compiling() else _copy)(outputs, inputs, is_view, objects)
 
 

@@ -29,15 +29,17 @@ forwards, in which parameters are all-gathered when they are read."""
 
 
 def _let_out(module: DistributedModule, group: Sequence[OnDemandGather], inputs: Iterable[Any], outputs: Any) -> None:
-    """Keep the full parameters of `module` until the end of the pass if its caller may have got views of them.
+    """Keep the full parameters of `module` until backward is over if other code may have got views of them.
 
-    The caller may read the views at any time, and `on_demand.watch` does not see this. So the parameters are treated
-    like parameters that were read outside `watch`. The views are searched in the outputs, in lists and dicts among the
-    arguments, and in attributes.
+    Usually, full parameters are freed as soon as autograd keeps no view of them, which the context `on_demand.watch`
+    tracks. Views that leave the module may be read later without autograd. If there are any, this function sets
+    `unwatched` of the OnDemandGather, which prevents the early freeing. (If no backward follows, the parameters are
+    freed at the end of the outermost forward.) The views are searched in the outputs, in lists and dicts among the
+    arguments, and in the module's attributes.
 
     Args:
         module: the module, whose forward has ended.
-        group: the OnDemandGathers (one for each flat buffer) of its parameters.
+        group: the OnDemandGathers of its parameters. Each unshards and frees one flat buffer.
         inputs: the arguments of the forward.
         outputs: its return value. If objects in it cannot be searched, the parameters are kept.
     """
@@ -53,7 +55,7 @@ def _let_out(module: DistributedModule, group: Sequence[OnDemandGather], inputs:
             gather.unwatched = True
 
 
-_let_out_untraced = disable_compiler(_let_out)  # torch.compile cannot trace the comparison of memory
+_let_out_untraced = disable_compiler(_let_out)  # it compares memory addresses, which torch.compile cannot trace
 
 
 class DistributedModule(ShardedModule):
@@ -124,8 +126,8 @@ class DistributedModule(ShardedModule):
     def _run(self, function: Callable, args: tuple, kwargs: dict) -> Any:
         """Return `function(*args, **kwargs)`. The parameters of the module that it reads are all-gathered.
 
-        If this is the outermost forward, hooks for its backward are set at the end, and parameters that backward does
-        not need are resharded.
+        At the end of the outermost forward, hooks are registered on the outputs. When backward begins, they start to
+        all-gather the parameters that it needs. If no backward can follow, the parameters are resharded instead.
 
         function: this module's forward, or a method that runs a part of it, such as `get_image_features`.
         args, kwargs: the arguments of `function`.
@@ -165,8 +167,9 @@ class DistributedModule(ShardedModule):
     def _refuse_new_forward(self) -> None:
         """Raise RuntimeError if the call of this module during a backward is a forward with a backward of its own.
 
-        Its blocks would take it for a recomputation, so gradients would be lost. A forward that torch's checkpoint
-        recomputes runs under saved-tensor hooks or, with use_reentrant=True, was not recorded by autograd at first.
+        Its blocks would take it for a recomputation, so gradients would be lost. A recomputation by torch's checkpoint
+        is recognized by its saved-tensor hooks. With use_reentrant=True, it has none, but its first forward ran without
+        gradients, so that the running backward belongs to no forward of this module (see `Schedule.in_backward_of`).
         """
         if torch.is_grad_enabled() and top_saved_tensors_hooks is not None and not inside_hooks():
             if self._schedule.in_backward_of(self):
@@ -180,10 +183,10 @@ class DistributedModule(ShardedModule):
         """Return `function(*args, **kwargs)`. The parameters of the module are resharded as early as possible.
 
         During the call, `on_demand.watch` tracks which views of the full parameters autograd saves. The parameters are
-        resharded once backward needs none of these views, unless the caller gets views too. No other module may read
-        parameters of the same flat buffers during the call. This is certain only if the module has no children, so with
-        children, nothing is tracked. Nothing is tracked either if gradients are disabled, because autograd then saves
-        nothing.
+        resharded once backward needs none of these views, unless the caller gets views too. This requires that no other
+        module reads parameters of the same flat buffers during the call, which is certain only if the module has no
+        children. The parameters of a module with children are not tracked, and stay unsharded until backward is over.
+        If gradients are disabled, nothing is tracked, because autograd saves nothing.
 
         A backward may begin at a tensor that the module keeps in an attribute, or gives to a hook. So such tensors are
         watched like the outputs of the model (`Schedule.watch`).

@@ -204,7 +204,7 @@ class LayerFeatures(Protocol):
         ...
 
     def compile(self, function: Callable, block: BlockState, options: dict[str, Any]) -> Callable:
-        """Return `function` compiled by torch.compile, in a form that is right for the forward of a block.
+        """Return `function` compiled by torch.compile. If `options` request CUDA graphs, prepare the block for them.
 
         Args:
             function: the forward of the block's layer, or a function that runs it together with its recomputation.
@@ -212,7 +212,8 @@ class LayerFeatures(Protocol):
             options: the keyword arguments of torch.compile.
 
         Raises:
-            ValueError: the options cannot be used for this block.
+            ValueError: the options request CUDA graphs, but these do not work with this block.
+            RuntimeError: the options request CUDA graphs, and torch is older than 2.7.
         """
         ...
 

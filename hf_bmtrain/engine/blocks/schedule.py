@@ -57,12 +57,13 @@ class BackwardParticipant(Protocol):
 
 
 class Order(NamedTuple):
-    """What a forward of a module did, by which its next forward prefetches.
+    """What one forward of a module did. The module's next forward expects the same, and prefetches accordingly.
 
     Attributes:
-        first: the block that it called first.
-        calls: the number of calls of blocks.
-        tail: the flat buffers of root parameters that it first read after the last of these calls.
+        first: the block that the forward called first.
+        calls: the number of calls of blocks in the forward.
+        tail: the OnDemandGathers (each all-gathers one flat buffer of parameters outside blocks) that the forward first
+            read after the last of these calls.
     """
 
     first: BlockState
@@ -87,14 +88,14 @@ class ForwardPass:
             read. The values are valid after `end`; before, all are True.
         blocks: the blocks that this forward called and of which an output requires a gradient.
         token: the version counters of the flat buffers of root parameters at the end of the forward. None before it.
-        module: a weak reference to the module that was called. None in a rehearsal.
+        module: a weak reference to the module that was called. None in a rehearsal (a forward that only measures).
         expected: the Order of the last forward of the same module, by which this one prefetches; None if it is unknown.
         first: the block that this forward called first; None before.
         calls: the number of calls of blocks so far.
         last: the block that was called last; None if none of its outputs requires a gradient.
         tail: {OnDemandGather: None} of the flat buffers of root parameters that were first read after the last call of
             a block, such as those of the final norm and the head.
-        prefetched: the OnDemandGathers whose flat buffers were prefetched because the tail of `expected` has them.
+        prefetched: the OnDemandGathers whose flat buffers were prefetched because they are in the tail of `expected`.
         negotiation: makes the ranks agree on each collective, if they may enter different blocks; otherwise None.
         entry: FORWARD, or EVALUATION if gradients are disabled. `negotiation` writes this constant to the collective
             log, the list of operations that the ranks compare.
@@ -118,7 +119,7 @@ class ForwardPass:
     # -- forward ------------------------------------------------------------------------------------------------
 
     def add_reader(self, reader: OnDemandGather) -> None:
-        """Register that the forward reads the root parameters that `reader` all-gathers."""
+        """Register that the forward reads the root parameters (those outside blocks) that `reader` all-gathers."""
         if reader not in self.readers:
             self.tail[reader] = None
             if self.entry == FORWARD:
@@ -168,9 +169,8 @@ class ForwardPass:
         """Return whether `tensor` is a view of a root parameter (one outside blocks) that this forward has read.
 
         Such a view becomes invalid when the full parameter is freed, so `DistributedModule` copies it if the model
-        returns it. Parameters that were read only inside the context `on_demand.watch` need not be considered, because
-        the outputs then contain no views of them: if the module that reads a parameter returns a view of it, the
-        parameter counts as read outside the context.
+        returns it. Only parameters that are marked as `unwatched` are considered. For the others, it is known that the
+        module that read them has let no view of them out.
         """
         return any(reader.unwatched and reader.holds(tensor) for reader in self.readers)
 
@@ -343,8 +343,9 @@ class Schedule:
     def wait_for_readers(self) -> None:
         """Make the current stream wait until no rank is reading shards of other ranks, so that shards may be written.
 
-        Such reads are peer copies. This is called at the end of each backward, before the optimizer writes the shards,
-        and before other code writes them, such as `init_parameters`. Collective: every rank must call it.
+        A rank reads the shards of others when it all-gathers by peer copies (from the memory of other GPUs). This
+        method is called at the end of each backward, before the optimizer writes the shards, and before other code
+        writes them, such as `init_parameters`. Collective: every rank must call it.
         """
         self.shards.wait_for_readers()
 
@@ -375,7 +376,7 @@ class Schedule:
 
         uneven: whether the ranks may enter different blocks of the model. If so, the context is collective: at its end,
             each rank waits for the others.
-        module: the module that was called. None in a rehearsal.
+        module: the module that was called. None in a rehearsal (see `calibration`).
         """
         self.discard_failed_backward()
         if uneven:
@@ -499,9 +500,9 @@ class Schedule:
     def prefetch_first(self) -> None:
         """Start the all-gathers of the block that the running forward will probably call first.
 
-        Called when root parameters (those outside blocks) were gathered, such as those of the embedding, so that they
-        come first. Collective: every rank must call it. If the forward calls another block first, the prefetched one is
-        resharded then.
+        Called when the forward reads root parameters (those outside blocks), such as those of the embedding, after
+        their all-gathers have been started. Does nothing once the forward has called a block. Collective: every rank
+        must call it. If the forward then calls another block first, the prefetched one is resharded.
         """
         running = self.running
         if running is None or (expected := running.expected) is None or running.first is not None:
@@ -513,8 +514,9 @@ class Schedule:
     def prefetch_tail(self, running: ForwardPass) -> None:
         """Start the all-gathers of the root parameters that the running forward will probably read after its blocks.
 
-        Called when a block has been unsharded, and does nothing before the last one. Collective: every rank must call
-        it. If the forward does not read the parameters, they are resharded at its end.
+        Root parameters are those outside blocks, such as those of the head. Called whenever a block has been unsharded,
+        but has an effect only for the last call of a block, judging by the previous forward. Collective: every rank
+        must call it. If the forward does not read the parameters, they are resharded at its end.
         """
         if running.expected is not None and running.calls == running.expected.calls:
             running.prefetched = running.expected.tail
@@ -713,12 +715,13 @@ class Schedule:
     def send_tail(self, forward_pass: ForwardPass) -> None:
         """Start to average the gradients of the root parameters that a forward first read after its last block.
 
-        Called in backward when the gradients of the last block's outputs exist. Autograd runs the operations of a
-        forward in reverse order, so the gradients of these parameters are complete. Their reduction overlaps with the
-        backward of the blocks, and the full gradients need not be kept until its end. Those that may still change are
-        left to the end of the backward. Collective: every rank must call it.
+        Root parameters are those outside blocks, such as those of the head. Called in backward when the gradients of
+        the last block's outputs exist. Autograd runs the operations of a forward in reverse order, so the gradients of
+        these parameters are complete, and their reduction can overlap with the backward of the blocks. The full
+        gradients are then freed early. Gradients that may still change are reduced at the end of the backward instead.
+        Collective: every rank must call it.
         """
-        forward_pass.last = None  # a second backward through the same forward does not come here
+        forward_pass.last = None  # so that a second backward through the same forward does not call this method
         if len(self._members) > 1 or self.negotiated is not None:
             return
         gradients = [gradient for reader in forward_pass.tail for gradient in reader.complete_gradients()]
@@ -726,10 +729,10 @@ class Schedule:
             self.send(gradients)
 
     def _start(self, gradients: list[GradientBuffer], ahead: int = 0) -> None:
-        """Start the reductions of `gradients`, after waiting for earlier ones but those of the last `ahead` sends."""
+        """Wait for earlier reductions, except those of the last `ahead` calls, and start those of `gradients`."""
         # `_receive` calls gradient hooks, which may be collective, so all ranks must receive a gradient at the same
-        # point. If ranks may enter different blocks (`negotiated` is not None), they call `make_room` at different
-        # points. So receive all gradients here, where the ranks are together, and leave none to `make_room`.
+        # point. If ranks may enter different blocks, they call `make_room` at different points. `ahead` is then 0, so
+        # that earlier gradients are received here, where all ranks are together, and none are left to `make_room`.
         self._receive(ahead)
         for gradient in gradients:
             if gradient.is_pending:

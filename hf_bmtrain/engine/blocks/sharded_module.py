@@ -67,8 +67,8 @@ class ShardedModule(torch.nn.Module):
         """Return a state dict with copies of all full parameters on the CPU, under the module's usual keys.
 
         Collective: every rank must call it. Every rank gets all parameters, so each needs host memory for them. With
-        `tp_size`, they are whole tensors. Tied weights share one copy. Buffers (`register_buffer`) are not copied: the
-        state dict has the module's own tensors.
+        tensor parallelism (`tp_size`), the tensors are those before the split. Tied weights share one copy. Buffers
+        (`register_buffer`) are not copied: the state dict has the module's own tensors.
 
         Args:
             *args: ignored. Pass the other arguments by keyword.
@@ -207,8 +207,8 @@ def _begins_without_dict(cls: Any) -> bool:
 _PACKAGE, _, _ = __name__.partition(".")
 _ENGINE = (f"{_PACKAGE}.engine.wrap.", f"{_PACKAGE}.engine.blocks.")
 _UNTRACED = disable_compiler(len).__code__  # pyright: ignore[reportFunctionMemberAccess]
-"""The code of all functions that `disable_compiler` returns. They are defined in torch, but call one of another
-module."""
+"""The code object that all functions returned by `disable_compiler` have in common. They are wrappers, which torch
+defines. To find out whether the wrapped function is one of this package, `_is_ours` looks at its `__wrapped__`."""
 STAYS = "stays_in_copies"
 """The name of an attribute that a hook of this package has if deep copies of its module must keep the hook.
 

@@ -12,7 +12,7 @@ import torch
 from .object_comm import ObjectComm
 
 _SHOWN = 5
-"""The maximum number of facts (named values) with differences that an error message shows."""
+"""The maximum number of differing facts (named values) that an error message shows."""
 _VALUES, _LENGTH = 4, 300
 """The maximum number of different values per fact, and of characters per value, that an error message shows."""
 _SAMPLED = 64
@@ -47,7 +47,7 @@ def agree(
     names = [name for name in {**first, **mine} if first.get(name) != mine.get(name)]
     found = control.gather((len(names), names[:_SHOWN]))
     count = max(number for number, _ in found)
-    if not count:  # Only the order of the facts differs. Comparing the names by position raises the error.
+    if not count:  # all values are equal, so only the order of the facts differs: compare the names at each position
         agree(control, occasion, {f"number {number}": name for number, name in enumerate(mine)}, may_differ)
     shown = list(dict.fromkeys(chain.from_iterable(names for _, names in found)))[:_SHOWN]
     values = control.gather([mine.get(name, "nothing") for name in shown])

@@ -18,13 +18,14 @@ from typing import Any, NamedTuple
 import numpy as np
 
 KEPT = 8192
-"""The number of recent operations that ranks can compare. Several training steps of a large model issue fewer."""
+"""The number of recent operations that ranks can compare. Several training steps of a large model issue fewer, so a
+rank can still be compared with one that is some steps ahead."""
 SENT = 64
 """The number of recent entries of its log that a rank sends to the other ranks."""
 _RING = 2 * KEPT
 WORDS = 1 + _RING
-"""The size of a log in words of 8 bytes: one for the number of entries, the others for a ring buffer of digests. A
-digest is a hash of all entries up to one position. The log stores digests, and not the entries themselves."""
+"""The size of a log in words of 8 bytes: one for the number of entries, the others for a ring buffer of digests. Each
+digest is a hash of all entries up to one position. Digests are stored instead of the entries themselves."""
 UNKNOWN = "an exchange between the ranks"
 """The description, in messages, of an exchange of objects whose purpose this rank has not recorded."""
 _OF_ELEMENTS = ("all-gather", "reduce-scatter", "all-reduce", "broadcast")
@@ -54,8 +55,8 @@ def code(kind: str, number: int) -> int:
         kind: the kind of the operation, one of `_KINDS`, such as "all-gather".
         number: for a collective on a tensor, the tensor's number of elements. For an operation on a flat buffer, the
             buffer's number. For an exchange of Python objects or a decision, a hash of its description. 0 for an
-            all-to-all, and for kinds that begin with "next operation of" (the ranks of an uneven model agree on their
-            next collective).
+            all-to-all, and for kinds that begin with "next operation of" (if the ranks may enter different blocks, they
+            agree before each collective on what the next one is).
     """
     return number * len(_KINDS) + _POSITIONS[kind]
 
@@ -146,7 +147,7 @@ class Excerpt(NamedTuple):
 
 
 class Difference(NamedTuple):
-    """The earliest known position at or before which the collective logs of two ranks differ.
+    """A difference between the collective logs of two ranks, which is at a known position or before it.
 
     A collective log lists the operations that a rank has issued. Ranks compare digests, each a hash of all entries up
     to a position. So a digest that differs shows a difference at its position or before it. Only the digests of recent
@@ -229,7 +230,7 @@ class CollectiveLog:
         digest = self.digest = (self.digest * _FACTOR + entry) & _MASK
         memory = self._memory
         memory[1 + number % _RING] = digest
-        memory[0] = self.count = number  # written last: when other ranks see this count, they read the digest
+        memory[0] = self.count = number  # written last: a rank that sees the new count must find the digest stored
         for rank, theirs in self._others:
             if 0 <= theirs[0] - number < KEPT and theirs[1 + number % _RING] != digest:
                 self.problem = self.problem or self.explain(self, rank, _excerpt(theirs))
@@ -264,9 +265,9 @@ class CollectiveLog:
     def compare(self, theirs: Excerpt) -> Difference | None:
         """Return the earliest known difference between this log and another rank's log, or None if none is known.
 
-        The monitor calls this to find ranks that issue different operations, and so does `World.barrier`. Only the
-        entries in `theirs` are compared. Those that this log does not have yet, or that KEPT (8192) or more entries
-        have followed, are left out.
+        The monitor (the thread that watches the other ranks) and `World.barrier` call this, to find ranks that issue
+        different operations. Only the entries in `theirs` are compared. An entry is left out if this log has not
+        reached its position yet, or has KEPT (8192) or more entries after it.
 
         The logs are compared by digests. A digest is a hash of all entries up to a position, so it also differs if only
         earlier entries differ, which were not compared. If this cannot be ruled out, the attribute `first` of the

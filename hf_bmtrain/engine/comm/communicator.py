@@ -28,8 +28,8 @@ _CHECK_SECONDS = 1.0  # interval at which a waiting rank checks its collective l
 # After an operation has failed, wait this long for the monitor (the thread that watches the other ranks) to explain it.
 _DIAGNOSIS_SECONDS = 5.0
 PATIENCE = 5.0
-"""The number of seconds that an operation waits beyond the timeout. The monitor (the thread that watches the other
-ranks) thus reports the timeout first. Only the monitor can find out why a rank is missing."""
+"""The number of seconds that an operation waits beyond the timeout, so that the monitor (the thread that watches the
+other ranks) reports the timeout first. Only the monitor can find out why a rank is missing."""
 _LATER = timedelta(seconds=60)  # added to gloo's own timeout, so that this package's error is raised first
 
 Ranges = Sequence[tuple[int, int]]
@@ -182,16 +182,16 @@ class Gather(Protocol):
             full: (size * n,), written.
             shard: (n,), this rank's shard, from `allocate`.
             own: the (start, stop) ranges of `shard` that must be copied to `full`. The rest of `shard` need not be
-                copied, because it contains complete tensors, which this rank reads in `shard` and not in `full`.
+                copied: it contains complete tensors, which this rank reads in `shard` and not in `full`, and padding.
         """
         ...
 
     def publish(self) -> None:
         """Make the present values of all shards readable by the other ranks.
 
-        Called at the start of each forward of an uneven model, in which the ranks may gather different shards. Until
-        the values change, gathers by peer copies then need no collective. By default, this does nothing, because
-        gathers by collectives need no preparation. Collective: every rank must call it.
+        Called at the start of each forward of a model in which the ranks may gather different shards. Afterwards, until
+        the values change, gathers by peer copies need no collective. By default, this does nothing, because gathers by
+        collectives need no preparation. Collective: every rank must call it.
         """
 
     def is_collective(self, shard: torch.Tensor) -> bool:

@@ -240,9 +240,9 @@ class _ReplicatedReducer:
     def send(
         self, gradients: Sequence[torch.Tensor | None], shard: torch.Tensor, total: torch.Tensor | None
     ) -> PendingReduce:
-        # The running sum `total` is not passed to the reduction inside the host, which would add its own mean, over one
-        # host, to `total`. The mean over all hosts must be added. For the same reason, the result has no `squares`:
-        # those of `pending` are sums of squares of the mean over one host.
+        # The running sum `total` is not passed to the reduction inside the host, which would add the mean over this
+        # host to it, instead of the mean over all hosts. For the same reason, `pending.squares`, the sums of squares
+        # for gradient norms, are not passed on: they are those of the mean over this host.
         mean = shard if total is None else torch.empty_like(shard)
         pending, owner = self._inside.send(gradients, mean, None), self._owner
         arrived = _then(owner.stream, pending.arrived, lambda: owner.rail.all_reduce_mean(mean))

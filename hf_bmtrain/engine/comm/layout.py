@@ -60,11 +60,11 @@ class Layout:
                 between ranks only at multiples of `grain` from its own start. This keeps related elements together,
                 such as 64 elements with a common scale, or the rows of a matrix. If `grain` is at least as large as the
                 largest tensor, no tensor is divided.
-            spread: (n, times), for a buffer whose all-gathers send one byte for each position of the buffer, because
-                all tensors except the first n are rounded to 8 bits. The first n tensors (such as norms and biases) are
-                sent unrounded, with `times` bytes per element. So the layout leaves room: tensor n begins at `times`
-                times the position that it would otherwise have, and all positions before it are in the first shard. n
-                must be less than the number of tensors. The default, (0, 1), leaves no room.
+            spread: (n, times), for a buffer that is all-gathered in 8 bits, with one byte for each position. Only its
+                first n tensors (such as norms and biases) are not rounded: they are sent with `times` bytes per
+                element. To leave room for these bytes, tensor n begins at `times` times the position that it would
+                otherwise have, and all positions before it are in the first shard. n must be less than the number of
+                tensors. The default, (0, 1), leaves no room.
         """
         assert world_size >= 1 and grain >= 1, (world_size, grain)
         offsets, end, room = [], 0, 0

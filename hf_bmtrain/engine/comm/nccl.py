@@ -154,7 +154,8 @@ class NcclCommunicator:
     def _issue(self, call, send: torch.Tensor, receive: torch.Tensor, arguments: tuple) -> Ticket:
         assert send.is_contiguous() and receive.is_contiguous() and send.device == self._device
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
-        # If another rank has ended, NCCL may fail before the monitor (the thread that watches the ranks) reports it.
+        # If another rank has ended, NCCL may fail before the monitor (the thread that watches the ranks) reports it. In
+        # this case, `explained_by` waits for the monitor's report, and raises an error with it.
         with explained_by(self.collective_log):
             try:
                 call(send.data_ptr(), receive.data_ptr(), *arguments, self._stream.cuda_stream)

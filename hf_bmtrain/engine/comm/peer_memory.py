@@ -32,9 +32,8 @@ class PeerMemory(Protocol):
 
         Returns:
             Three values: the memory as a tensor (numel,), a handle that other processes pass to `map`, and a function
-            without arguments. The function tells whether this process still uses the memory, which may be freed only
-            afterwards: it returns None as soon as no tensor of this process refers to the memory, and another object
-            until then.
+            without arguments. The function returns None if no tensor of this process refers to the memory any longer,
+            and another object until then. Only when it returns None may the memory be freed.
         """
         ...
 

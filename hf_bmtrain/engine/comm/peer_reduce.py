@@ -100,9 +100,9 @@ class Mailboxes:
     def before(self, box: Mailbox) -> Mailbox:
         """Return this rank's mailbox for the reduction just before the one that uses `box`.
 
-        A mailbox is memory into which the other ranks copy gradients. `PeerReduction.carry` calls this to record from
-        when on the returned mailbox may be filled again: after all ranks have made their copies for the later
-        reduction. At that time, they have finished reading their mailboxes of the earlier one.
+        A mailbox is memory into which the other ranks copy gradients. When all ranks have made their copies for the
+        later reduction, they have finished reading their mailboxes of the earlier one, so these may be filled again.
+        `PeerReduction.carry` calls this method to record that event in the returned mailbox.
 
         box: this rank's mailbox for the later reduction.
         """

@@ -98,8 +98,8 @@ class Reducer(Protocol):
             gradient: the gradient, in the tensor's full shape. The reducer may keep a reference and write to it.
             destination: a function that returns (shard, total), the arguments that `send` will get: the tensor for this
                 rank's part of the mean, and the running sum of gradient accumulation or None. Only a reducer that
-                copies the gradient in `collect` calls it. Without a running sum, it can copy the gradient to `shard`.
-                With one, it must copy the gradient to other memory, because `shard` contains earlier gradients.
+                copies the gradient in `collect` calls it. Without a running sum, the reducer can copy the gradient to
+                `shard`. With one, it must copy to other memory, because `shard` contains earlier gradients.
         """
 
     def send(
@@ -316,8 +316,8 @@ class _CollectiveReducer(CollectingReducer):
         stream = self._owner.stream
         stream.follow()
         stream.run(reduce)
-        # The communicator of a single rank returns the ticket DONE, although its copy is only queued on this stream.
-        # Replace this ticket, so that a later mean over hosts waits for the copy.
+        # The communicator of a single rank (inside a host with one rank) returns the ticket DONE, nothing to wait for,
+        # although its copy is only queued on `stream`. Replace it, so that a later mean over hosts waits for the copy.
         arrived = stream.record_event() if tickets[0] is DONE else tickets[0]
         if self._owner.summed != 1:
             arrived = _Multiplied(arrived, arriving, self._owner.summed)

@@ -33,7 +33,8 @@ class ResizableStorage:
         self._storage = self.tensor.untyped_storage()
         self._nbytes = self._storage.nbytes()
         numbers = dtype.is_floating_point or dtype.is_complex
-        # A uint8 tensor contains the bytes of floats. Bytes of 0xFF are NaN in float8_e4m3fn and in all wider floats.
+        # A uint8 tensor contains the bytes of floats, so fill it with 0xFF: these bytes are NaN in float8_e4m3fn and in
+        # all wider floats.
         self._poison = (float("nan") if numbers else 0xFF) if poison else None
         self.allocated = True
 
@@ -48,7 +49,10 @@ class ResizableStorage:
         return self.tensor
 
     def keep_address(self) -> None:
-        """Set `keeps_address`. The memory is allocated now, so that measurements of memory include it from now on."""
+        """Make `free` keep the memory from now on, so that its address does not change. (Sets `keeps_address`.)
+
+        Memory that has been freed is allocated again at once, so that measurements of memory include it.
+        """
         self.keeps_address = True
         if not self.allocated:
             self._storage.resize_(self._nbytes)

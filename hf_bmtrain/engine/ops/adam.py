@@ -83,8 +83,9 @@ def macros(
 def combinations() -> list[tuple[torch.dtype, torch.dtype | None, torch.dtype]]:
     """Return the combinations of dtypes for which there are AdamW kernels, as tuples (gradient, weight, master).
 
-    `variants` of this file and of the file with the 8-bit kernels list the variants of their CUDA sources with it. The
-    weight is None if the float32 masters are the weights themselves. A master of int16 stands for residuals: the
+    The functions `variants` in this file and in eight_bits.py call it, to list all variants of their CUDA sources.
+
+    The weight is None if the float32 masters are the weights themselves. A master of int16 stands for residuals: the
     differences between float32 masters and bfloat16 weights.
     """
     kinds: list[tuple[torch.dtype, torch.dtype | None, torch.dtype]] = [(grad, None, torch.float32) for grad in C_NAMES]
@@ -98,8 +99,8 @@ def variants(arch: int) -> list[Variant]:
     Tests use it to compile every variant. Training compiles only those that it launches.
 
     Args:
-        arch: the GPU's compute capability (90 is 9.0). Not used here, because the variants are the same for all GPUs.
-            Some other modules have a function `variants` whose result depends on it.
+        arch: the GPU's compute capability (90 is 9.0). It has no effect, because the variants are the same for all
+            GPUs. The functions `variants` of some other modules need it.
     """
     moments = (torch.float32, torch.bfloat16)
     return [
@@ -173,7 +174,8 @@ def adam_update(
         grad: (n,) float32, float16 or bfloat16, only read. If `weight` is not None, the dtype of `weight` or float32.
         master: (n,) float32, updated. It is the parameter itself if `weight` is None. Or (n,) int16, the residuals:
             the differences between float32 masters and bfloat16 weights (see residual.py). With residuals, `weight` is
-            read too, and a negative sign of exp_avg_sq marks a residual of 32768, which is stored as -32768.
+            read too, and a negative sign of exp_avg_sq marks a residual of 32768, which int16 lacks: it is stored as
+            -32768.
         exp_avg: (n,) float32, or bfloat16 with stochastic rounding. Updated.
         exp_avg_sq: (n,) float32. Updated.
         weight: (n,) float16 or bfloat16, written with the updated masters, rounded to nearest even; None if `master` is

@@ -125,11 +125,12 @@ def encode(magnitudes: Tensor, fraction: int, random: Tensor | None) -> tuple[Te
     padded = torch.nn.functional.pad(magnitudes, (0, -n % BLOCK)).view(-1, BLOCK)
     dropped = 23 - fraction
     # A code stands for a number below 2, which is multiplied by 2ᴱ. With f fraction bits, the two largest numbers are
-    # 2 - 2·2⁻ᶠ and 2 - 2⁻ᶠ. Let 2ᴷ be the largest power of two that does not exceed the block's largest magnitude. With
-    # E = K, a magnitude above (2 - 2⁻ᶠ)·2ᴷ would be clamped to this value in every step, so the moment could never grow
-    # to 2ᴷ⁺¹. Therefore E = K + 1 if the largest magnitude is above (2 - 2·2⁻ᶠ)·2ᴷ, otherwise E = K. (For a magnitude
-    # between the two values, either E would do, because it is rounded to one of the two with both.) The next line
-    # computes E + 127: only if the magnitude is above the limit, the addition carries into the exponent bits.
+    # 2 - 2·2⁻ᶠ and 2 - 2⁻ᶠ. Let 2ᴷ be the largest power of two that does not exceed the block's largest magnitude.
+    # E = K is too small for a magnitude above (2 - 2⁻ᶠ)·2ᴷ: it would be clamped to this value in every step, so the
+    # moment could never grow to 2ᴷ⁺¹. Therefore E = K + 1 if the largest magnitude is above (2 - 2·2⁻ᶠ)·2ᴷ, and
+    # otherwise E = K. (A magnitude between these two values is rounded to one of them with either E.) The next line
+    # computes E + 127: its addition carries into the exponent bits if and only if the magnitude is above
+    # (2 - 2·2⁻ᶠ)·2ᴷ.
     exponents = (padded.view(torch.int32).amax(1).long() + (2 << dropped) - 1 >> 23).clamp_(max=255).int()
     inverse = ((254 - exponents).clamp_(min=0) << 23).view(torch.float32)
     bits = (padded * inverse[:, None] / _SHIFT).view(torch.int32).view(-1)[:n]

@@ -39,8 +39,8 @@ def variants(arch: int) -> list[Variant]:
     Tests use it to compile every variant. Training compiles only those that it launches.
 
     Args:
-        arch: the GPU's compute capability (90 is 9.0). Not used, because the variants are the same for all GPUs. In
-            other modules with a function of this name, they may depend on it.
+        arch: the GPU's compute capability (90 is 9.0). It has no effect, because the variants are the same for all
+            GPUs. The functions `variants` of some other modules need it.
     """
     return [variant(dtype) for dtype in C_NAMES]
 
@@ -160,7 +160,7 @@ def segmented_squared_norm(flat: torch.Tensor, segments: Segments) -> torch.Tens
     pieces = begins.numel()
     if pieces == 0:
         return torch.zeros(len(segments), dtype=torch.float64, device=flat.device)
-    out = torch.empty(len(segments), dtype=torch.float64, device=flat.device)  # `_add_up` writes all elements
+    out = torch.empty(len(segments), dtype=torch.float64, device=flat.device)  # not zeros: `_add_up` overwrites it
     partials = torch.empty(pieces, dtype=torch.float64, device=flat.device)
     kernel(variant(flat.dtype), "piece_squares", flat.device)(pieces, THREADS, flat, begins, lengths, partials)
     _add_up(partials, firsts, out)

@@ -27,8 +27,8 @@ def variants(arch: int) -> list[Variant]:
     Training compiles only the variants that it needs. The tests compile all of them.
 
     Args:
-        arch: the GPU's compute capability (90 is 9.0), on which the variants of other modules may depend. Here it has
-            no effect.
+        arch: the GPU's compute capability (90 is 9.0). It has no effect, because the variants are the same for all
+            GPUs. The functions `variants` of some other modules need it.
     """
     return [variant(dtype, summed) for dtype in C_NAMES for summed in (False, True)]
 

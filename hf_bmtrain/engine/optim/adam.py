@@ -71,9 +71,9 @@ class AdamOptimizer(torch.optim.Optimizer):
             g instead, as torch.optim.Adam does, for weights of every dtype. (BMTrain does this only for float32
             weights.) Parameter groups may have different values.
         exp_avg_dtype: the dtype of m, torch.float32 or torch.bfloat16. bfloat16 values are rounded stochastically. The
-            random bits depend on the element and the step, but not on the number of ranks. An exception are options
-            with which a single rank stores parameters in another order than several ranks: the random bits then differ
-            between one and several ranks.
+            random bits depend on the element and the step, but not on the number of ranks, with one exception: with
+            some options, a single rank stores parameters in another order than several ranks do, and then has other
+            random bits.
         state_bits: 32, or 8 to store m and v in 8 bits, rounded stochastically, with an exponent for every 32 elements.
             With 8, residuals may be off by their last bit, and the state takes 2.06 bytes per element of a float32
             weight, 4.06 of a bfloat16 weight on CUDA, and 6.06 of other half-precision weights. Checkpoints have
@@ -213,8 +213,8 @@ class AdamOptimizer(torch.optim.Optimizer):
         return loss
 
     def _step(self) -> None:
-        # Divide the parameters with gradients into runs: adjacent local parameters that have taken equally many steps,
-        # and are therefore updated by one kernel launch.
+        # Divide the parameters with gradients into runs: adjacent parameters that have taken equally many steps, and
+        # can therefore be updated by one kernel launch.
         self._arrange([with_gradients(group["params"]) for group in self.param_groups])
         self._step_runs(range(len(self._states)))
 
@@ -334,8 +334,8 @@ class AdamOptimizer(torch.optim.Optimizer):
                     views = state.views(parameter)
                     adopt(parameter, views, self.state.get(parameter, {}), parameter in self._loaded)
                     if run.buffer is None and "master" in views and parameter in self._loaded:
-                        # The next step would change masters that do not round to the weights. Loaded masters must
-                        # prevail, so set the weights to the rounded masters.
+                        # Each step compares the masters of unsharded weights, and changes those that do not round to
+                        # the weights. But loaded masters must prevail, so set the weights to the rounded masters now.
                         run.weights.copy_(views["master"])
                     self._loaded.discard(parameter)
                     self.state[parameter] = views
@@ -376,7 +376,7 @@ class AdamOptimizer(torch.optim.Optimizer):
 
     def __setstate__(self, state: dict) -> None:
         super().__setstate__(state)
-        for group in self.param_groups:  # groups of torch's AdamW do not have these settings
+        for group in self.param_groups:  # a loaded state of torch's AdamW does not have these settings
             for name in ("hold_steps", "decoupled"):
                 group.setdefault(name, self.defaults[name])
 

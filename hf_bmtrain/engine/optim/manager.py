@@ -653,7 +653,7 @@ def _still(parameter: torch.nn.Parameter, seen: tuple[weakref.ref[torch.Tensor],
 
     seen: a weak reference to the `.grad` that the step has used, and its version counter.
     """
-    gradient = parameter.grad  # read first: it may be the only reference to the Python object that `seen` refers to
+    gradient = parameter.grad  # read before `seen[0]()`: this reference keeps the object alive that `seen` refers to
     if gradient is None or seen[0]() is not gradient or not is_unchanged(parameter, (gradient, seen[1])):
         return None
     return gradient
@@ -718,7 +718,7 @@ def _with_gradient(optimizer: torch.optim.Optimizer) -> list:
 
 
 def _updated_in_backward(optimizer: torch.optim.Optimizer) -> bool:
-    return getattr(optimizer, "updated_in_backward", False)  # only some optimizers have this attribute
+    return getattr(optimizer, "updated_in_backward", False)  # only AdamOffloadOptimizer has this attribute
 
 
 class HostFlag:

@@ -58,9 +58,8 @@ class Run:
     def owner(self) -> ShardedBuffer | torch.nn.Parameter:
         """The flat buffer that contains the parameters of this run; or the run's only parameter, if it is unsharded.
 
-        Several runs may have the same flat buffer. Use the owner as the key of a dict that has one entry for all of
-        them. Such dicts are the result of `index_bases`, and in AdamOffloadOptimizer the gradients that an update reads
-        and the tickets (handles to wait for) of the updates.
+        Use the owner as the key of a dict that has one entry for all runs of a flat buffer, such as the result of
+        `index_bases`.
         """
         return self.parameters[0] if self.buffer is None else self.buffer
 
@@ -265,9 +264,9 @@ class RunState:
         exp_avg: the first moment, (n,) float32 or bfloat16; or both moments in 8 bits.
         step: (), float32, the number of steps taken.
         index_base: the number of the run's first element, if all elements of the optimizer are numbered as by
-            `index_bases`. Stochastic rounding derives its random bits from these numbers. They do not depend on the
-            number of ranks, unless flat buffers contain other parameters with one rank than with several, for example
-            because weights are all-gathered in another dtype.
+            `index_bases`. Stochastic rounding derives its random bits from these numbers. They are the same for every
+            number of ranks, with one exception: some options, such as all-gathers in another dtype, divide the
+            parameters into other flat buffers with several ranks than with one.
         version: torch's version counter of the weights when the masters last agreed with them; -1 if the masters were
             loaded and have not been compared with the weights yet.
         uncounted: True if the weights may be written without a change of their version, as by `.data.fill_()` of an
@@ -297,7 +296,8 @@ class RunState:
     def views(self, parameter: torch.nn.Parameter) -> ParameterState:
         """Return the state of one parameter, as views of the run's flat state tensors.
 
-        The result is {name: view}, with the names of `ParameterState`. Writes to the views change this state.
+        The result is {name: view}, with names such as "exp_avg" (see `ParameterState`). Writes to the views change this
+        state.
         """
         begin = self.run.begin(parameter)
         part, stored = slice(begin, begin + stored_numel(parameter)), self.master.stored

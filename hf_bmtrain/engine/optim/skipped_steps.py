@@ -56,8 +56,8 @@ class SkippedSteps:
             expect_number("max_skipped_steps", limit, wanted, lambda steps: steps >= 1, integer=True)
         self._limit = limit
         self._last = 0  # the number of the last step that was skipped
-        # _in_row: how many steps in a row were skipped, up to the last one. _lost: the same, but only of steps before
-        # which the loss scale could not be lowered, because there was none or it was at the minimum.
+        # _in_row: how many steps in a row were skipped, up to the last one. _lost: the same, but a step counts only if
+        # there is no loss scale, or if the step before was skipped, too, and left the loss scale at its minimum.
         self._in_row = self._lost = 0
         self._at_minimum = False  # whether the last skipped step has left the loss scale at the minimum
         self._looked = 0  # the number of the step to which `_counts` belongs

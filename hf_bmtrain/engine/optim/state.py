@@ -22,7 +22,10 @@ from .runs import stored_numel
 _log_once = functools.cache(logging.getLogger("hf_bmtrain").warning)
 _QUANTIZED = "__bnb_optimizer_quant_state__"
 _BLOCKWISE = {"absmax1", "absmax2", "qmap1", "qmap2"}
-"""The names that 8-bit optimizers give to their scales and lookup tables, which are not laid out like parameters."""
+"""The names of scales and lookup tables in the state of 8-bit optimizers of bitsandbytes.
+
+Unlike moments, they are not laid out like the parameters.
+"""
 States = dict[Any, dict[str, Any]]
 """The entry "state" of an optimizer's state dict: {number of a parameter: {name, such as "exp_avg": value}}."""
 
@@ -160,10 +163,10 @@ class FullState:
     """Lets `optimizer.state_dict()` return full tensors for Hugging Face Accelerate, and allows loading full tensors.
 
     An optimizer over sharded parameters has a FullState as its attribute `full_state`. Accelerate saves only rank 0's
-    state dict and loads the file on every rank, so that all ranks would get rank 0's shards. So if the program uses an
-    `accelerate.Accelerator`, `state_dict()` is collective and returns full tensors; `accelerator.save_state` calls it
-    on every rank. In other programs, `state_dict()` returns this rank's elements. Either kind of state dict can be
-    loaded: before the next step, a tensor with as many elements as the full parameter is replaced by this rank's
+    state dict and loads the file on every rank, so the file must contain full tensors. If the program uses an
+    `accelerate.Accelerator`, `state_dict()` therefore is collective and returns full tensors; `accelerator.save_state`
+    calls it on every rank. In other programs, `state_dict()` returns this rank's elements. Either kind of state dict
+    can be loaded: before the next step, a tensor with as many elements as the full parameter is replaced by this rank's
     elements.
 
     Args:
@@ -373,10 +376,10 @@ def divide_state(parameters: dict[Any, Any], state: States, world: World) -> tup
     Raises:
         RuntimeError: the ranks have state for different parameters.
     """
-    # `mine` has an entry for each state value of each sharded parameter: {(name, key): (whether the value has the local
-    # parameter's shape, the number of local elements of the parameter, a copy of the value)}. The copy is used only for
-    # values that are not sharded, such as step counts. So it is None if the value has the local parameter's shape. The
-    # exception is a shape of one element, which a step count may have, too.
+    # For each state value of each sharded parameter: {(name, key): (whether the value has the local parameter's shape,
+    # the number of local elements of the parameter, a copy of the value or None)}. The copy is used only for values
+    # that are not sharded, such as step counts. So it is left out (None) if the value has the local parameter's shape,
+    # unless this is a shape of one element, which a step count may have, too.
     mine: dict[tuple[str, Any], tuple[bool, int, Any]] = {}
     others: States = {key: {} for key in state}
     for key, values in state.items():

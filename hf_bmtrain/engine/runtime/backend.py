@@ -72,7 +72,7 @@ class Backend(NamedTuple):
             gradient norms.
         saves_shards: whether this rank writes its shard to checkpoints. If every host stores all shards, only the ranks
             of the first host write them.
-        blocks: averages the gradients of blocks.
+        blocks: averages the gradients of blocks (transformer layers).
         outside: averages the gradients of root parameters, which are outside blocks or shared by several.
         control: exchanges Python objects between the ranks.
         opened: all communicators with other ranks that have been opened so far. Later ones are appended.
@@ -203,8 +203,8 @@ def open_backend(
 
         name: the communicator's name, for messages.
         groups: the groups of equal size into which all ranks are divided, each as a list of ranks.
-        alike: whether all groups exchange tensors of the same sizes. True also compares the collectives of different
-            groups, to find errors.
+        alike: whether all groups exchange tensors of the same sizes. If so, the collectives of different groups are
+            compared, too, to find ranks that issue different ones.
         """
         members = next(group for group in groups if rank in group)
         if len(members) == 1:

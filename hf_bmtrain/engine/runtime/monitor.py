@@ -43,7 +43,8 @@ class Monitor:
             init_method: the URL at which the ranks meet, as for `torch.distributed.init_process_group`.
 
         Returns:
-            An object to which the caller must keep a reference until the process group is initialized.
+            An object to which the caller must keep a reference until the process group is initialized, because it may
+            be the server of the key-value store through which the group connects.
 
         Raises:
             RuntimeError: not all ranks arrived in time. The message names the missing ranks.

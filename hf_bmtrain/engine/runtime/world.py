@@ -93,8 +93,8 @@ class World:
         control: exchanges Python objects between the ranks.
         monitor: finds out what is wrong on other ranks, for example that they issue different operations.
         inside: counts the nested forwards of layers and models that are running.
-        schedule: decides in forward and backward when blocks are unsharded and resharded, and when their gradients are
-            reduced.
+        schedule: decides in forward and backward when blocks (transformer layers) are unsharded and resharded, and when
+            their gradients are reduced.
         layer_features: creates, for each new block, the objects that decide when and how its forward is recomputed.
         zero_level: the default of the argument `zero_level` of `auto_wrap`.
         loss_scale_factor: the default of OptimManager's argument of the same name.
@@ -104,15 +104,16 @@ class World:
         saves_shards: whether this rank writes its shards to checkpoints. Of the ranks that store the same shard, only
             one does.
         norms: the communicator for gradient norms and for the search for inf and nan, if it must connect more ranks
-            than `shard_group` does. None uses `shard_group`.
+            than `shard_group` does, as with tensor parallelism. None uses `shard_group`.
         grid: the tensor-parallel groups; None without tensor parallelism.
         split_kind: a function that takes the dimension on which a parameter is split over a tensor-parallel group (-1
-            if it is not split), and returns the StorageKind of such parameters. None without tensor parallelism.
+            if it is not split), and returns the StorageKind of such parameters, which defines how they are stored and
+            sent. None without tensor parallelism.
         poison: whether to fill memory with NaN before it is written and when it is freed, for debugging.
         buffers: counts the flat buffers.
         kept: {folder: the object that saves checkpoints to it}.
-        copying: one event for each checkpoint for which values are being copied. Before an optimizer modifies weights,
-            the host waits for all these events.
+        copying: one event for each checkpoint whose values are still being copied. Before an optimizer modifies
+            weights, the host waits for all these events.
         saved_states: {key in the checkpoint: the functions with which a feature saves and loads its object}.
         device_memory: memory statistics of the device, or None on the CPU.
     """

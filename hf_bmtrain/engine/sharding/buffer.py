@@ -124,10 +124,9 @@ class ShardedBuffer:
         Args:
             source: (n,) this rank's tensor to send, such as the shard, or a copy of it in another dtype.
             target: the memory for the result, n elements of each rank; None if nothing needs to be gathered.
-            cut: the (start, stop) ranges of `source` that this rank will read in `target`, so that an all-gather must
-                copy them to this rank's own part of `target`. It may leave out the rest of `source` there. None chooses
-                the parameters that are divided between ranks: a parameter that this rank stores in full is read in the
-                shard itself.
+            cut: the (start, stop) ranges of this rank's `source` that an all-gather must copy to this rank's `target`.
+                The rest need not be copied there. None chooses the parameters that are divided between ranks, because
+                a parameter that this rank stores in full is read in the shard itself, not in `target`.
         """
         self._source, self._target = source, target
         if target is not None and self.keeps_address:
@@ -259,7 +258,7 @@ class ShardedBuffer:
                 self.storage.after_gather()
 
     def reshard(self) -> None:
-        """Free the full buffer, unless `is_resident` is True or the shard is the full buffer."""
+        """Free the full buffer, unless `is_resident` is True or the shard is the full buffer (with one rank)."""
         if self._state is State.SHARDED:
             return
         if self.resident and self.is_resident:
@@ -357,10 +356,10 @@ class ShardedBuffer:
         quantized). A cast is undone before the error is raised.
 
         Args:
-            copies: Parameters other than those in `full_params` to which the caller knows that the forward has written
-                in place. If there is any, this method raises, unless writes are allowed. Outside blocks, each module
-                that reads a parameter has a Parameter of its own. It shares its memory with the one in `full_params`,
-                but has its own version counter, which the caller reads.
+            copies: other Parameters that the forward has written in place; they are treated like written parameters in
+                `full_params`. Outside blocks, each module that reads a parameter gets a Parameter of its own, which
+                shares the memory but not the version counter of the one in `full_params`. This method does not know
+                these Parameters, so the caller checks their version counters and passes those that were written.
         """
         dtype, written = self.shard.dtype, [*copies]
         for full in self.full_params:

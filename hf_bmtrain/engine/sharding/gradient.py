@@ -21,9 +21,11 @@ from .unused import UnusedParameters
 
 
 class _Norms:
-    """Returns the SegmentNorms of a flat gradient when called, the same object in each call.
+    """Callable that returns the SegmentNorms of a flat gradient, an object that computes the norm of each `.grad`.
 
-    arguments: those of SegmentNorms.
+    The first call creates the object, because usually no norm is read. Later calls return the same object.
+
+    arguments: the arguments with which to create the SegmentNorms.
     """
 
     def __init__(self, arguments: tuple) -> None:
@@ -104,7 +106,9 @@ class GradientBuffer:
         self._sizes = [sizes[position] for position in present]
         self._parts = [number for number, position in enumerate(present) if position % 2]
         self._version = -1
-        self._segments: Segments | None = None  # None for float64, whose norms torch computes
+        # The boundaries of the parameters in the shard, for the kernel that computes their gradients' norms. None for
+        # float64, because torch computes these norms.
+        self._segments: Segments | None = None
         self._is_complex = like.is_complex()
         if like.dtype.to_real() != torch.float64:
             numbers = 2 if self._is_complex else 1  # real numbers per element
@@ -321,7 +325,7 @@ class GradientBuffer:
         self._collected.clear()
         self._absent = []
         if self._pending is not None:
-            self._pending.cancel()  # the reduction may have written to the shard, so drop the sums of squares too
+            self._pending.cancel()  # it may have written to the shard, so the sums of squares are not valid
             self._pending = self._squares = None
         self._begun = False
         # Free the shard, because its contents (padding included) are undefined now. If it were kept and the user then

@@ -54,7 +54,7 @@ class OnDemandGather:
         self._saved = weakref.WeakSet[_Saved]()
         self._watched = False
         self.unwatched = False
-        self._uses = 0  # since the last backward, see `count_use`
+        self._uses = 0  # of the parameters since the last backward, see `count_use`
         self._sent = False  # whether the running backward has started the reduction
 
     @classmethod
@@ -86,15 +86,15 @@ class OnDemandGather:
     def version(self) -> int:
         """Torch's version counter of the flat buffer's shard, which every write to the shard increments.
 
-        `ForwardPass` compares its values at the end of the forward and at the beginning of the backward, to find out
-        whether the parameters were modified in between.
+        `ForwardPass` (one call of the outermost module) reads it at the end of the forward and at the beginning of the
+        backward. If the two values differ, the parameters were modified in between.
         """
         return self._buffer.version
 
     def holds(self, tensor: torch.Tensor) -> bool:
         """Return whether `tensor` is a view of one of the full parameters that this object unshards.
 
-        `ForwardPass.holds` asks this about each output of the model, because such a view becomes invalid when the
+        Asked about each output of the model (by `ForwardPass.holds`), because such a view becomes invalid when the
         parameters are freed. False if this rank's shard is the full buffer, because nothing is freed then.
         """
         return self._buffer.storage.holds(tensor)
@@ -133,10 +133,11 @@ class OnDemandGather:
         return full
 
     def count_use(self) -> None:
-        """Count what the next backward may compute gradients for: forward passes, and reads outside a forward.
+        """Count a use of the parameters: a forward pass that reads them, or a read outside forward passes.
 
-        Called once for each forward pass that reads the parameters. A read without gradients in such a pass may be
-        repeated in backward, by a reentrant checkpoint, so that it counts twice.
+        Called once for each use. If the count is 1 when a backward has run through this use, all gradients of the
+        parameters are complete (see `complete_gradients`). If the first read of a forward pass is without gradients,
+        the pass counts twice, because a reentrant checkpoint may repeat this read in backward, with gradients.
         """
         self._uses += 1 if torch.is_grad_enabled() else 2
 
@@ -182,8 +183,10 @@ class OnDemandGather:
             gradient: the gradient of the full parameter, on this rank.
         """
         self._schedule.join_backward(self)
-        # A reduction may be pending, and must end first: that of a block, one of whose parameters was also read outside
-        # it, or that of gradients that seemed to be complete. The end of the backward then adds the mean of this one.
+        # An earlier reduction of this buffer may still be pending, and must end first. This happens if the buffer
+        # belongs to a block and a parameter was also read outside the block, or if `complete_gradients` returned
+        # gradients that were not complete after all. The end of the backward then averages this gradient as well, and
+        # adds it to the first mean.
         if self._buffer.gradient.is_pending:
             self._schedule.receive_all()
         self._sent = False
@@ -242,11 +245,12 @@ class OnDemandGather:
             self._buffer.wait()
 
     def complete_gradients(self) -> list[GradientBuffer]:
-        """Return the gradients to average before the end of the backward: those of the flat buffer, or none.
+        """Return the gradients that can be averaged before the end of the backward: those of the flat buffer, or none.
 
-        Called when the running backward has computed all gradients that its forward pass contributes. There may be
-        others if the parameters were used elsewhere since the last backward. If one comes later nevertheless, as from
-        a graph that an earlier backward has retained, it is averaged at the end of the backward.
+        Called when the running backward has computed all gradients of its own forward pass. None are returned if the
+        parameters are frozen, or had other uses since the last backward, whose gradients may still follow. If a
+        gradient follows nevertheless, as from a graph that an earlier backward has retained, it is averaged at the end
+        of the backward.
         """
         if self._uses != 1 or not self._buffer.gradient.trainable:
             return []
@@ -268,7 +272,7 @@ class OnDemandGather:
         self._uses, self._sent = 0, False
 
     def _end_backward(self) -> None:
-        # A forward may compute gradients by itself. It then still has the views of the parameters that it has read.
+        # If a forward calls backward itself, it may still use the full parameters that it has read: do not free them.
         if not self._schedule.is_reading(self):
             self.reshard()
 
@@ -286,7 +290,8 @@ class OnDemandGather:
 def watch(group: Sequence[OnDemandGather]) -> Iterator[None]:
     """Context manager that tracks which views of full parameters autograd saves, to know when to free the parameters.
 
-    A DistributedModule without children runs its forward in it, if gradients are enabled.
+    A DistributedModule (a module that all-gathers its parameters when they are read) runs its forward inside this
+    context if it has no children and gradients are enabled.
 
     At the end of the context, the full parameters of a flat buffer are freed if all of the following hold: autograd has
     saved no view of them, they were read only inside `watch`, and only one module has ever read parameters of this

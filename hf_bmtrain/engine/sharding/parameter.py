@@ -22,8 +22,8 @@ class Origin(NamedTuple):
     """Where `auto_wrap` found a parameter.
 
     Attributes:
-        model: a number that is larger for models that were wrapped later, by which messages about several models
-            sort their parameters.
+        model: a number that is larger for models that were wrapped later. Messages about several models sort parameters
+            by it.
         number: the parameter's position in `model.named_parameters()`, from 0.
         block: the name of the parameter's block in the model, "" for a root parameter.
         name: the parameter's name in the block or, for a root parameter, in the model.
@@ -87,7 +87,7 @@ class DistributedParameter(ShardBase, torch.nn.Parameter):
     origin: Origin | None
     _gradient_hooks: OrderedDict[int, Callable]
 
-    if TYPE_CHECKING:  # torch's metaclass hides the signature of __new__
+    if TYPE_CHECKING:  # for type checkers, from which torch's metaclass hides the signature of __new__
 
         def __init__(
             self, data, requires_grad: bool = True, init_method=None, group: str | None = None, tp_mode: bool = False,

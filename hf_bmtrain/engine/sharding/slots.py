@@ -151,9 +151,9 @@ class _Group(NamedTuple):
 def _join_small(groups: dict[_Group, dict[int, torch.nn.Parameter]], key: _Group) -> int:
     """Move plain parameters (stored as they are) into a group of another storage kind, if this kind accepts them.
 
-    Each group becomes one flat buffer with its own all-gather, so this saves an all-gather. An example are norms and
-    biases that share a buffer with weights that are gathered in 8 bits. The parameters of the group that differs from
-    `key` only in its storage kind, PLAIN, are put at the start of the group `key`.
+    Each group becomes one flat buffer with its own all-gather, so this saves an all-gather. For example, norms and
+    biases can share a buffer with weights that are gathered in 8 bits. The moved parameters agree with `key` in dtype,
+    `requires_grad` and `separate`. They are put at the start of the group `key`.
 
     groups: for each group, its parameters as {id(parameter): parameter}. Changed in place.
     key: the group that gets the parameters. Its storage kind is not PLAIN.
@@ -192,7 +192,7 @@ def hidden(slots: Sequence[Slot], convert) -> Iterator[None]:
 
     Raises:
         RuntimeError: when the context is entered, if `convert` would change the dtype or device of a local parameter.
-            (It is tried on an empty tensor with the same dtype and device.) No slot has been changed.
+            This is tried on empty tensors, before any slot is changed.
     """
     for slot in slots:
         probe = torch.empty(0, dtype=slot.sharded.dtype, device=slot.sharded.device)

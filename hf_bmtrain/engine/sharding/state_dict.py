@@ -111,7 +111,7 @@ def check_full_tensors(model: torch.nn.Module, state: Mapping[str, object]) -> N
         state: the state dict that this rank has passed to `model.load_state_dict`.
     """
     world = current_world()
-    # A DistributedStateDictWrapper, which is no dict, needs no check: from it, every rank loads rank 0's values.
+    # A DistributedStateDictWrapper, a mapping that is not a dict, needs no check: all ranks read rank 0's values in it.
     if world.size == 1 or not isinstance(state, dict):
         return
     names = {name for name, _ in model.named_parameters(remove_duplicate=False)}
@@ -135,8 +135,9 @@ def shard_on_load(
 ) -> None:
     """Replace full tensors of the module's parameters in `state_dict` by this rank's elements, which torch then loads.
 
-    Collective: every rank must call it. This is a load_state_dict pre-hook. For a DistributedModule inside a block it
-    runs twice; the second run changes nothing. Raises RuntimeError if `load_state_dict` was called with assign=True.
+    Collective: every rank must call it. This is a load_state_dict pre-hook. It runs twice if both the module itself and
+    its block have registered it; the second run changes nothing. Raises RuntimeError if `load_state_dict` was called
+    with assign=True.
 
     prefix: the module's name in front of its parameters' names in `state_dict`, such as "layers.0.".
     metadata: torch's metadata of the module. It contains the argument `assign` of `load_state_dict`.

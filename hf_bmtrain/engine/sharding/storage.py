@@ -139,8 +139,8 @@ class Storage:
         if self.full is None:
             for full, parameter in zip(buffer.full_params, parameters):
                 full.copy_(parameter)
-            # If every host has a single rank and stores all shards, this gives rank 0's values to the other hosts.
-            # Otherwise, no other rank stores these elements, and this does nothing.
+            # This rank stores all elements. If other hosts do so, too (one rank on each host, and every host stores all
+            # shards), the broadcast gives them rank 0's values. Otherwise there is no receiver, and it does nothing.
             buffer.communicator.broadcast(buffer.shard, 0).wait()
             return
         flat = self.full.allocate().zero_()
@@ -175,9 +175,8 @@ class Storage:
         """Fill the memory that the all-gather sends, for example with a quantized shard.
 
         By default, this method does nothing. A class that overrides it sets the attribute `prepares` to True. Then
-        `ShardedBuffer.gather` calls it each time, even if the full parameters are up to date, so that no all-gather
-        follows. So does `ShardedBuffer.take_part`, by which a rank takes part in an all-gather that only other ranks
-        need.
+        `ShardedBuffer.gather` calls it each time, even if no all-gather follows because the full parameters are up to
+        date. So does `ShardedBuffer.take_part`, by which a rank takes part in an all-gather that only other ranks need.
 
         An override may issue collectives only in its very first call, and in the first call after each change of the
         shard (compare the shard's version counter). All ranks make these calls, because each needs the new values to be
@@ -195,9 +194,9 @@ class Storage:
     def reshard(self) -> None:
         """Free the memory that the last all-gather has filled, and the memory of the full parameters.
 
-        Called when the flat buffer is resharded. An override must also work if `after_gather` was not called since that
-        all-gather: `after_gather` is left out if the result of the all-gather is discarded, for example because only
-        other ranks need it (`ShardedBuffer.take_part`).
+        Called when the flat buffer is resharded. If the result of an all-gather is discarded, for example because only
+        other ranks need it (`ShardedBuffer.take_part`), `after_gather` is not called before this method. An override
+        must work in this case, too.
         """
         if self.full is not None:
             self.full.free()
@@ -220,7 +219,7 @@ class Storage:
                 buffer.reshard()
 
     def holds(self, tensor: torch.Tensor) -> bool:
-        """Return whether `tensor` is a view of a full parameter, whose memory resharding may free.
+        """Return whether `tensor` is a view of a full parameter, so that resharding the buffer may free its memory.
 
         Used to find such views among the outputs of a forward, which are then copied, and among the tensors that
         autograd saves, which are all-gathered again in backward. False if the shard is the full buffer, because nothing

@@ -9,7 +9,7 @@ import torch
 
 from ..base.torch_internals import WithoutTorchFunction
 
-_backward = torch.autograd.backward  # torch's own, which is replaced below in older versions
+_backward = torch.autograd.backward  # torch's own function. In older versions of torch, this module replaces it below.
 
 
 def backward_to(tensors: Any, inputs: tuple, **options: Any) -> None:
@@ -56,7 +56,7 @@ def double_backward() -> RuntimeError:
 
 @wraps(_backward)
 def _backward_with_sharded(tensors, grad_tensors=None, *args: Any, inputs=None, **options: Any) -> None:
-    """Run `torch.autograd.backward`, whose `inputs` may include sharded parameters."""
+    """Run `torch.autograd.backward`, whose `inputs` may include sharded parameters. Replaces it before torch 2.11."""
     named = (inputs,) if isinstance(inputs, torch.Tensor) else tuple(inputs or ())
     if not any(hasattr(each, "autograd_leaves") for each in named):
         return _backward(tensors, grad_tensors, *args, inputs=inputs, **options)

@@ -18,8 +18,8 @@ _NAMES = (
     "all_gather_coalesced", "gather", "scatter", "reduce_scatter", "reduce_scatter_tensor", "all_to_all_single",
     "all_to_all", "send", "recv",
 )  # fmt: skip
-"""The functions of torch.distributed to replace. `isend` and `irecv` are left out: `P2POp` compares its argument with
-these two functions, which a script may have imported before they are replaced."""
+"""The functions of torch.distributed to replace. `isend` and `irecv` are left out: `P2POp` accepts only these two
+functions, and would refuse originals that a script has imported before the replacement."""
 
 
 def override_collectives(kinds: tuple[type, ...]) -> None:

@@ -77,8 +77,8 @@ to exclude vectors from weight decay."""
 def name_of(function: Any) -> str:
     """Return the name of a torch function in the tables of this module, such as ELEMENT_WISE and SHAPES.
 
-    Used to look up in these tables how the function acts on sharded tensors. The variants of a function have one name.
-    For example, it is "add" for `torch.add`, `__add__` and `_foreach_add`.
+    Used to look up in these tables how the function acts on sharded tensors. All variants of a function have the same
+    name, such as "add" for `torch.add`, `__add__` and `_foreach_add`.
     """
     name = getattr(function, "__name__", "")
     if name == "__get__":

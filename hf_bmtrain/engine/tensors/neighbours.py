@@ -22,10 +22,10 @@ def join_neighbours(tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
         Tensors that together have the elements of `tensors` and share their memory: a 1-D view in place of each run of
         adjacent tensors, and all other tensors unchanged.
     """
-    # Return early if no tensors are adjacent, and look only at the first four to find out. Torch's optimizers allocate
-    # the tensors of their state one by one, so none of them are adjacent. A model's parameters, or their gradients,
-    # usually begin with one or two embeddings, which may be apart. Those of the first layer, which are adjacent, follow
-    # them. So some pair among the first four is adjacent.
+    # Return early if there is nothing to join. To find out quickly, look only at the first four tensors. The state of
+    # torch's optimizers has no adjacent tensors, because they are allocated one by one. A model's parameters (or their
+    # gradients) usually begin with one or two embeddings, which may be apart, followed by those of the first layer,
+    # which are adjacent. So if tensors are adjacent, some of the first four are.
     if not any(_follows(second, first) for first, second in pairwise(tensors[:4])):
         return tensors
     if not all(map(torch.Tensor.is_contiguous, tensors)):

@@ -35,10 +35,10 @@ def _norms(pieces: Sequence[Any], order: Any) -> list[torch.Tensor]:
     order = float(order)
     if order <= 0:
         raise ValueError(f"The order of the norm of a sharded tensor must be greater than 0 (or inf), but is {order}.")
+    # A gradient's attribute `segment` is a pair: a function that returns the SegmentNorms of its flat buffer, and its
+    # index in the buffer. The list `segments` has the function's result in place of the function.
     found = [getattr(piece, "segment", None) if order == 2 else None for piece in pieces]
     segments = [None if segment is None else (segment[0](), segment[1]) for segment in found]
-    # A gradient's attribute `segment` is (a function that returns the SegmentNorms of its flat buffer, its index in the
-    # buffer). In `segments`, the function has been replaced by its result.
     buffers = dict.fromkeys(segment[0] for segment in segments if segment is not None)
     norms = norms_of([*buffers]) if buffers else {}
     others = iter(_measured_now([p for p, segment in zip(pieces, segments) if segment is None], order))

@@ -122,8 +122,9 @@ class ShardBase:
     def grad(self, gradient: torch.Tensor | None) -> None:
         me: Any = self
         with WithoutTorchFunction():
-            # Make a ShardTensor even if the two shapes are the same, because this rank stores all elements. The other
-            # ranks have a ShardTensor, whose norms and other functions are collective, so this rank must take part.
+            # If this rank stores all elements of a vector, the full gradient and this rank's elements have the same
+            # shape. Make a ShardTensor even then: the other ranks have one, whose norms and other functions are
+            # collective, so this rank must take part.
             if gradient is not None and not isinstance(gradient, ShardBase):
                 if gradient.shape == self.full_shape:
                     gradient = self.placement.cut(gradient)
@@ -940,7 +941,8 @@ _ON_LISTS = {f"_fused_{optimizer}_" for optimizer in ("adagrad", "adam", "adamw"
 _ON_LISTS |= {f"_foreach_{name}{suffix}" for name in ELEMENT_WISE for suffix in ("", "_")}
 """Element-wise functions of torch that take lists of tensors."""
 _WITH_TENSOR = {"add_", "mul_", "div_"}
-"""In-place functions of lists whose second operand may be a tensor. All others read the number in such a tensor."""
+"""In-place functions of lists (`torch._foreach_...`) that accept a tensor of one element as their second operand. All
+others convert such a tensor to a Python number."""
 _NUMBERS = (int, float, complex)
 _PLACEMENT = operator.attrgetter("placement")
 

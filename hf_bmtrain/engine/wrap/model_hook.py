@@ -66,7 +66,9 @@ class ModelHook:
 
     def __call__(self, model: torch.nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
         world = current_world()
-        if world.device.type != "meta":  # a simulated world (on meta) may have more ranks than Accelerate
+        # To predict memory, forwards run on the meta device, with a simulated number of ranks. Skip the checks there,
+        # because Accelerate may see another number.
+        if world.device.type != "meta":
             self._check(model, world)
         if world.schedule.observers.before_forward:
             _tell_observers(world, model, args, kwargs)

@@ -52,7 +52,8 @@ def wrap(
         ValueError: the model cannot be sharded. Every rank raises it.
         RuntimeError: the ranks have different models.
     """
-    world.schedule.discard_failed_backward()  # it would keep the memory of a model that is deleted by now
+    # If the last backward has failed, its model may be deleted by now. Free what the schedule still keeps of it.
+    world.schedule.discard_failed_backward()
     late = holds_additions(model)
     chains, lists = _choose_chains(model, world, blocks, late, extensions)
     layers: Chain = list(dict.fromkeys(block for chain in chains for block in chain))

@@ -63,10 +63,10 @@ class HostInputs:
         return torch.autograd.graph.saved_tensors_hooks(inputs.pack, _unpack)
 
     def before(self, inputs: _Inputs) -> _Inputs | None:
-        """Return the inputs of the forward before that of `inputs`, or None if there are none.
+        """Return the inputs that were saved just before `inputs`: those of the preceding block, or None for the first.
 
-        Forwards whose inputs were deleted after their backward are skipped. Backward needs the returned inputs next,
-        because it goes through the blocks in the opposite order of the forward.
+        Backward needs them next, because it goes through the blocks in the opposite order of the forward. Inputs that
+        were deleted after their backward are skipped.
 
         inputs: the inputs of one forward of a block.
         """

@@ -4,16 +4,18 @@ A compiled layer of a small model, or one with adapters or experts, launches up 
 the host needs longer than the GPU. torch.compile can record them (`mode="reduce-overhead"`) and launch them together.
 Gathers, reductions and all that happens between blocks run as before.
 
-torch.compile places the results of all graphs of a step in one memory pool, at the same addresses in each step. So this
-feature does what a program that uses the mode must do:
+A recorded graph reads parameters at fixed addresses. Torch places the results of all graphs of a step in one memory
+pool, at the same addresses in each step, so each step overwrites the results of the step before. Therefore:
 
-* The full parameters of blocks keep their addresses, because a graph that is recorded again for new addresses costs
-  more than it saves. So the blocks also stay unsharded between forward and backward, and, if frozen, between steps.
-* `RecordedBlocks` tells torch when a step begins, so that it may reuse the pool, and raises an error if a result of the
+* The memory of blocks' full parameters stays allocated, at the same addresses. For new addresses, torch would record a
+  graph again, which costs more than graphs save. Since resharding would free no memory, blocks also stay unsharded
+  between forward and backward, and frozen parameters stay unsharded between steps.
+* `RecordedBlocks` tells torch when a step begins and the pool may be overwritten. It raises an error if a result of the
   step before is still in use.
-* The outputs of the last block are copied, because models return them.
-* Forwards without gradients run compiled, but without graphs: the lengths of evaluation and generation vary, and each
-  length would be recorded. So do forwards under saved-tensor hooks, such as those of a checkpoint.
+* The outputs of the last block are copied out of the pool, because the model returns them to the user.
+* Forwards without gradients run compiled code, but no graphs: in evaluation and generation the lengths of inputs vary,
+  and a graph would be recorded for each length. Forwards under saved-tensor hooks, such as those of a checkpoint, run
+  no graphs either, because the hooks decide how long results stay in use.
 """
 
 from __future__ import annotations
@@ -49,32 +51,39 @@ _log_once = functools.cache(logging.getLogger("hf_bmtrain").info)
 class RecordedBlocks(Observer):
     """The blocks whose compiled forwards and backwards are replayed as CUDA graphs, of all models of one world.
 
+    As an observer, it is called before each training forward of a model, and then tells torch that a step begins. Torch
+    may then overwrite the results of earlier graphs.
+
     Args:
         world: the ranks that train the models.
 
     Attributes:
-        blocks: the states of the blocks.
+        blocks: the BlockState of each of these blocks (the object that runs the block's forward and backward).
     """
 
     def __init__(self, world: World) -> None:
         self._schedule, self._device = world.schedule, world.device
         self.blocks = weakref.WeakSet[BlockState]()
+        # When `begin_call` last did something: how many backwards had ended, and a weak reference to the ForwardPass
+        # (one call of the outermost module) that was running.
         self._backwards = -1
-        self._forward: Callable[[], object] = lambda: None  # a weak reference to the last ForwardPass
+        self._forward: Callable[[], object] = lambda: None
 
     def before_forward(self, model: torch.nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
         if torch.is_grad_enabled():
             self.begin_call()
 
     def begin_call(self) -> None:
-        """Tell torch that a step begins, unless that was done in this forward. It may then overwrite earlier results.
+        """Tell torch that a step begins, so that it may overwrite the results of earlier graphs.
 
-        Called before each forward of a model and before each call of a block's graph, because blocks may also be called
-        outside a model. Does nothing inside a backward, and as long as results are in use that a backward may still
-        need: those of blocks that wait for their backward, and all that were computed since the last backward.
+        Called before each training forward of a model and, because blocks may also be called outside a model, before
+        each call of a block's graph. Only the first call in a forward of a model has an effect.
+
+        Does nothing inside a backward. Also does nothing if results are in use that a backward may still need: if a
+        block waits for its backward, or no backward has ended since the last call.
 
         Raises:
-            RuntimeError: results of earlier forwards are still in use.
+            RuntimeError: results of earlier forwards are in use, although no block waits for its backward.
         """
         schedule = self._schedule
         running, backwards = schedule.running, schedule.backwards
@@ -86,7 +95,7 @@ class RecordedBlocks(Observer):
         if self._in_use():
             if not ended or any(block.pending for block in self.blocks):
                 return
-            gc.collect()  # the results may be in use only by garbage
+            gc.collect()  # perhaps only unreachable reference cycles still refer to the results
             if count := self._in_use():
                 raise RuntimeError(
                     f"{count} tensors that blocks have computed in earlier forwards are still in use, and CUDA graphs "
@@ -111,7 +120,9 @@ class RecordedBlocks(Observer):
 
 
 def compile_forward(function: Callable, block: BlockState, options: dict[str, Any], world: World) -> Callable:
-    """Compile the forward of a block. If `options` request CUDA graphs, prepare the block for them.
+    """Compile the forward of a block. If `options` request CUDA graphs, also prepare the block for them.
+
+    The block's full parameters then keep their memory, and the block stays unsharded until its backward.
 
     Args:
         function: the forward of the block's layer, or a function that runs it together with its recomputation.
@@ -125,7 +136,7 @@ def compile_forward(function: Callable, block: BlockState, options: dict[str, An
 
     Raises:
         ValueError: CUDA graphs are requested, but do not work with this block.
-        RuntimeError: CUDA graphs are requested, and this is torch 2.6.
+        RuntimeError: CUDA graphs are requested, but this is torch 2.6. They need torch 2.7 or newer.
     """
     compiled = torch.compile(function, **options)
     inductor = _inductor_options(**options)
@@ -147,7 +158,7 @@ def compile_forward(function: Callable, block: BlockState, options: dict[str, An
         )
     others = {key: value for key, value in options.items() if key not in ("mode", "options")}
     unrecorded = torch.compile(function, **others, options={**inductor, "triton.cudagraphs": False})
-    owner = weakref.ref(block)  # weak, because the block owns the function that this returns
+    owner = weakref.ref(block)  # weak, because the block owns `run`, and a strong reference would make a cycle
 
     def run(*args: Any, **kwargs: Any) -> Any:
         state = owner()
@@ -163,7 +174,9 @@ def compile_forward(function: Callable, block: BlockState, options: dict[str, An
         outputs = compiled(*args, **kwargs)
         if state.next is not None:
             return outputs
-        return copy_views(outputs, (), lambda _: True)  # the caller may keep them beyond the next step
+        # The model returns the outputs of its last block. The caller may keep them longer than until the next step,
+        # which overwrites the memory of the graphs' results.
+        return copy_views(outputs, (), lambda _: True)
 
     return run
 
@@ -212,16 +225,20 @@ def _refuse(block: BlockState, requested: str) -> None:
 def _keep_unsharded(block: BlockState) -> None:
     for buffer in block.buffers:
         buffer.keep_address()
-        buffer.resident = True  # while its parameters are frozen
-    block.zero_level = 2  # the memory stays allocated, so an all-gather in backward would save nothing
+        buffer.resident = True  # while all its parameters are frozen, it stays unsharded between steps
+    # Do not reshard after the forward: the memory stays allocated anyway, and backward would need another all-gather.
+    block.zero_level = 2
 
 
 class CudaGraphs(Extension):
-    """The part of `auto_wrap` that checks `cuda_graphs=True`, and prepares parameters that blocks get later.
+    """The part of `auto_wrap` that checks whether the argument `cuda_graphs=True` can be used with a model.
+
+    If a later call of `auto_wrap` shards parameters that were added to blocks with CUDA graphs, it also makes these
+    parameters keep their memory.
 
     Args:
-        options: the arguments of the call of `auto_wrap`. If they request CUDA graphs, and this is torch 2.6, the
-            constructor raises RuntimeError.
+        options: the arguments of the call of `auto_wrap`. If they request CUDA graphs, the constructor raises
+            RuntimeError in torch 2.6, because CUDA graphs need torch 2.7 or newer.
     """
 
     def __init__(self, options: Options) -> None:
@@ -235,7 +252,7 @@ class CudaGraphs(Extension):
         if plan.world.grid is not None or plan.world.schedule.collective_layers:
             reason = _COMMUNICATES
         elif any(type(parameter) not in _PLAIN for parameter in parameters):
-            reason = _STORED  # for example bitsandbytes' parameters, which another extension recognizes
+            reason = _STORED  # for example, bitsandbytes' classes of quantized parameters are not in `_PLAIN`
         if self._on and reason is not None:
             raise ValueError(f"auto_wrap: cuda_graphs=True cannot be used, because {reason}. Leave it out.")
 

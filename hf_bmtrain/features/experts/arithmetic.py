@@ -1,10 +1,10 @@
 """The element-wise parts of a mixture of experts on a GPU, each in one pass over memory: sums of rows, SiLU gates.
 
-The arithmetic is that of kernels/experts.cu: float32, with one rounding at the end. On the CPU the functions compute
-the same with torch's operators, for tests.
+The CUDA kernels are in kernels/experts.cu. They compute in float32, and round once at the end. On the CPU the functions
+compute the same with torch's operators, for tests.
 
-For torch.compile, `sum_rows` and the functions whose names end in `_backward` are operators, which it does not look
-into. The kernels that Inductor makes of these parts take up to twice as long.
+In compiled code, `sum_rows` and the functions whose names end in `_backward` are custom operators, which torch.compile
+does not trace into. If it did, Inductor would generate kernels that take up to twice as long.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch import Tensor
 from ...engine.base.launch import C_NAMES, Variant, kernel
 
 _THREADS = 256
-_VECTOR = 16  # bytes
+_VECTOR = 16  # the kernels read and write this many bytes at a time (a vector)
 
 
 def serves(rows: Tensor, parts: int = 1) -> bool:
@@ -67,9 +67,13 @@ def variants(arch: int) -> list[Variant]:
 
 
 def _operator(schema: str, fake: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Return a decorator: compiled code calls the decorated function as an operator, other code calls it directly.
+    """Return a decorator that makes a function a custom operator in compiled code. Other code calls it directly.
 
-    schema: the operator's arguments and results. fake: returns tensors like the results, for tracing.
+    torch.compile does not trace into a custom operator.
+
+    schema: the types of the operator's arguments and results, as torch.library.custom_op takes them.
+    fake: a function with the same arguments. It returns tensors of the shapes and dtypes of the results, without
+        computing them, for the tracing by torch.compile.
     """
 
     def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -198,9 +202,12 @@ def _dense(x: Tensor) -> Tensor:
 def _launch(chosen: Variant, name: str, grid: int, row: int, *values: Any, threads: int = 0) -> None:
     """Launch the CUDA kernel `name`. Do nothing if there are no rows, and on meta tensors.
 
-    chosen: the variant. grid: the number of thread blocks. row: the bytes of a row, which is divided into vectors.
-    values: the kernel's arguments after the number of vectors; the last one is written.
-    threads: the number of threads of a block; 0 for one per vector, up to 256.
+    chosen: the variant of the CUDA source, as `variant` returns it.
+    grid: the number of thread blocks.
+    row: the bytes of a row or, for the gate, of half a row of its input. The kernel's first argument is the number of
+        16-byte vectors in `row`.
+    values: the kernel's other arguments. The last one is a tensor that the kernel writes.
+    threads: the number of threads of a block; 0 for one per vector of a row, up to 256.
     """
     if grid and not values[-1].is_meta:
         vectors = row // _VECTOR

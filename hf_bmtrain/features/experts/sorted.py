@@ -293,7 +293,7 @@ def _sum_of_each_token(rows: Tensor, places: Tensor, weights: Tensor | None = No
     # one kernel, whose threads read neighboring elements of a row. It would compile `sum(1)` to a reduction whose
     # threads read different rows, which is several times slower.
     dtype = rows.dtype if weights is None else torch.promote_types(rows.dtype, weights.dtype)
-    wide = torch.promote_types(dtype, torch.float32)  # as torch's sum adds 16-bit elements
+    wide = torch.promote_types(dtype, torch.float32)  # 16-bit elements are added in float32, as torch's sum does
     total = rows.new_zeros(len(places), rows.shape[1], dtype=wide)
     for number, column in enumerate(places.unbind(1)):
         found = rows.index_select(0, column).to(wide)

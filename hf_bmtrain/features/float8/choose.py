@@ -146,7 +146,10 @@ def _reason(module: torch.nn.Module, path: str, adapters: set[int]) -> str:
 
 
 def _reads_weights(module: torch.nn.Module) -> bool:
-    """Return whether `module` is one of torch's modules that read their linear layers' weights without calling them."""
+    """Return whether `module` is a module of torch that reads the weights of its linear layers without calling these.
+
+    Float8 would have no effect on such layers, because their forwards are never called.
+    """
     return isinstance(module, (torch.nn.MultiheadAttention, torch.nn.TransformerEncoderLayer))
 
 

@@ -19,15 +19,15 @@ from ...engine.sharding.storage import Memory, Storage, StorageKind
 from .arithmetic import Float8, Pieces, measure_pieces, quantize_full, round_pieces, scales_of, transpose
 
 LEAST_WEIGHTS = 32
-"""Small parameters (norms, biases) share a flat buffer with weights only if there are at least this many elements of
-weights for each byte of small parameters."""
+"""Small parameters (norms, biases) share a flat buffer (parameters that are all-gathered together) with weights only if
+there are at least this many elements of weights for each byte of small parameters."""
 
 
 class GatheredFactor(NamedTuple):
     """A weight (R, C) that was all-gathered in float8, with one scale.
 
-    The values are in memory only while the weight's flat buffer is unsharded, except on a rank whose shard contains the
-    full weight.
+    The values are in memory only while the weight's flat buffer (parameters that are all-gathered together) is
+    unsharded. On a rank whose shard contains the full weight, they are always in memory.
 
     values: (R, C) float8_e4m3fn, contiguous.
     row_scales: (R, 1) float32, the scale repeated for each row.
@@ -99,7 +99,7 @@ class Float8Requantizer:
 
 @dataclass(frozen=True)
 class Float8Kind(StorageKind):
-    """The storage kind of the weights that may be all-gathered in float8.
+    """The StorageKind (how to shard and all-gather) of weights of float8 layers that may be all-gathered in float8.
 
     When the model is sharded, `make` creates a Float8Storage for each flat buffer of such weights.
     """
@@ -194,9 +194,9 @@ class Float8Storage(Storage):
         with weights in this buffer requires its own dtype. At this moment, no forward may be waiting for its backward.
         The weights are all-gathered immediately, to check that they arrive correctly.
 
-        If the buffer is resident and unsharded, it remains unsharded. This is necessary if ranks run different blocks:
-        a rank that runs the block of a resharded buffer would all-gather the buffer, and would wait forever for ranks
-        that do not run the block.
+        If the buffer is resident (kept unsharded from step to step) and unsharded now, it remains unsharded. This is
+        necessary if ranks run different blocks: a rank that runs the block of a resharded buffer would all-gather the
+        buffer, and would wait forever for ranks that do not run the block.
 
         Args:
             requantizer: the object that rounds the shards of all storages of this class together.

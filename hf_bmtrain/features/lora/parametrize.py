@@ -50,7 +50,7 @@ def _extended_class(cls: Any) -> Any:
 def _uncounted(activated: AbstractContextManager[Any], wrapper: Any) -> Iterator[None]:
     """Return a context that enters `activated`, but preserves torch's counter of writes to the wrapped parameter.
 
-    At its end, it also restores the module's entry for the parameter, which `activated` replaces.
+    At its end, it also puts the parameter back into `_parameters` of its module, where `activated` replaces it.
 
     activated: PEFT's context, in which the adapter is added to the parameter.
     wrapper: PEFT's wrapper of the parameter.

@@ -136,10 +136,12 @@ class UnbornLogits:
 
         size_average, reduce: deprecated arguments, always None here (see `_is_usual_loss`).
         """
-        # cap * tanh(scale * x) = cap * tanh(y / cap) with y = scale * cap * x: this is a softcap of y.
+        # The placeholder is cap * tanh(scale * x) for x = head(hidden), and `linear_cross_entropy` computes
+        # softcap * tanh(y / softcap). Both are equal for softcap = cap and y = factor * x with factor = scale * cap.
+        # Without a cap, the factor is `scale`.
         factor, bias = self._scale * (self._cap or 1.0), self._head._parameters["bias"]
-        # Scaling the hidden states by `factor` scales the logits only if there is no bias. A bias must be scaled, too,
-        # but this rank may have only a shard of it here. So compute the full logits in this case.
+        # To multiply x by `factor`, multiply the hidden states by it. A bias would have to be multiplied, too, but this
+        # rank may have only a shard of it here. So compute the full logits in this case.
         if factor != 1 and bias is not None:
             logits = self._born("a factor, which also scales the bias of its head,")
             return F.cross_entropy(logits, target, weight, **options)

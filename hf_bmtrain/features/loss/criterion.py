@@ -133,15 +133,14 @@ def criterion(
     """Check the settings of a loss function, and return them as a Criterion.
 
     Args:
-        class_weight: (V,), one weight per class, or None. With weights, a mean divides by the sum of the targets'
-            weights.
+        class_weight: (V,), one weight per class. None weights all classes equally.
         ignore_index: targets with this value contribute neither to the loss nor to the gradient.
         reduction: "mean" over the targets that are not ignored, "sum", or "none".
         label_smoothing: the weight, in [0, 1], of the uniform distribution over all classes in each target.
         z_loss: the factor of logsumexp(logits)^2, which is added to the loss of every row that is not ignored.
         softcap: replaces the logits by softcap * tanh(logits / softcap); 0 for none.
         num_items: the divisor of the mean, as a number or a tensor of one element. None divides by the number of
-            targets that are not ignored.
+            targets that are not ignored or, with class weights, by the sum of these targets' weights.
 
     Raises:
         TypeError, ValueError: a setting has a wrong type or is out of range.

@@ -172,7 +172,7 @@ class _Work:
             factor = scale if scale.numel() == 1 else scale[start : start + size]
             here.copy_(self.how.rows.losses_and_gradient_(logits, part, factor)[0])
             if more:
-                products[:, classes:].zero_()  # not 0 in a row whose hidden states are inf or NaN
+                products[:, classes:].zero_()  # the padding is 0 * hidden states, which is NaN if one is inf or NaN
             if d_rows is not None:
                 torch.mm(products, weight, out=d_rows[start : start + size])
             if for_weight:

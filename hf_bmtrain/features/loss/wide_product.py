@@ -11,9 +11,9 @@ log = logging.getLogger(__name__)
 def add_product(total: torch.Tensor | None, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     """Add the matrix product a @ b to `total` in place, and return `total`.
 
-    linear_cross_entropy computes the gradient of its weight with it, as a sum of products over chunks of tokens. Each
-    product is added in float32. Only GPUs or torch versions that cannot multiply half-precision matrices with a float32
-    result first round the product to the dtype of `a`.
+    linear_cross_entropy calls it for each chunk of tokens, to sum up the gradient of its weight. The product is
+    computed and added in float32. There is one exception: if the GPU or the version of torch cannot multiply
+    half-precision matrices with a float32 result, the product is rounded to the dtype of `a` before it is added.
 
     Args:
         total: (M, N) float32, or None to return the product as a new tensor.

@@ -1,16 +1,18 @@
 """Let transformers make attention masks without reading tensors on the GPU.
 
-In each forward, models of transformers read their `attention_mask`, or without one their position ids, to find out what
-kind of mask attention needs. The host then waits until the GPU has done all earlier work, such as the last optimizer
-step. Until the host has launched the first layers, the GPU has nothing to do. This folder removes the two reads where
-their result is known:
+In each forward, models of transformers read the values of `attention_mask` or, if there is none, of `position_ids`, to
+find out what kind of mask attention needs. For this read, the host waits until the GPU has done all earlier work, such
+as the last optimizer step. The GPU is then idle until the host has launched the first layers. This folder avoids the
+read in two cases in which its result is known:
 
-* Without a mask, position ids are read to find sequences that are packed into a row. Positions that the forward of a
-  model of transformers counts itself belong to one sequence.
-* If `attention_mask` has no zeros, attention needs no mask. Masks for which `note_full` was called, when they were
-  still in host memory, are not read.
+* Without a mask, transformers reads `position_ids` to find out whether a row contains several packed sequences. If the
+  caller passes no `position_ids`, most models count them in their forward: 0, 1, 2 and so on. Each row is then one
+  sequence, so the positions are not read.
+* Transformers reads `attention_mask` to find out whether it has no zeros, because attention then needs no mask. A data
+  loader can check this earlier, while the mask is in host memory, and then call `note_full` for the mask's copy on the
+  GPU (`hf/run_ahead` does so). Such a copy is not read.
 
-In all other cases transformers reads the tensors as before. Results are the same.
+In all other cases transformers reads the tensors as before. The outputs of models are the same in all cases.
 """
 
 from __future__ import annotations
@@ -33,19 +35,23 @@ from ...engine.wrap.extension import Extension, WrapPlan
 _log = logging.getLogger("hf_bmtrain")
 MASK, _POSITIONS = "attention_mask", "position_ids"
 _FULL = "_bmt_full"
-"""Attribute of a mask without zeros: its `_version`, torch's counter of writes, when it was checked."""
+"""The name of an attribute that `note_full` sets on a mask without zeros. Its value is the mask's `_version` (torch's
+counter of writes) at that time; if the counter has changed since, the mask may have zeros."""
 _FUNCTION = "_preprocess_mask_arguments"
-"""The function that transformers calls before it makes any mask."""
+"""The name of the function of transformers that reads `position_ids`. It is called before any mask is made, and it is
+replaced while a forward runs."""
 _KNOWN_PARAMETERS = [["config", "inputs_embeds", MASK, cache, _POSITIONS] for cache in ("cache", "past_key_values")]
-"""The first parameters of `_FUNCTION` in the releases that are known."""
+"""The names of the first five parameters of `_FUNCTION`, in the releases of transformers that this file supports."""
 _COUNTED = re.compile(rf"torch\.arange\([\w.,=\[\]() ]*\)(\[None, :\]| \+ \w+)?|{_POSITIONS}\.unsqueeze\(0\)")
-"""Matches positions that count from 0, or from the number of tokens in a cache."""
+"""Matches the source code of an expression that counts positions from 0 or from the number of tokens in a cache, and of
+one that only adds a dimension to `position_ids`."""
 
 
 class Masks(Extension):
-    """Spares models of transformers the two reads when they make attention masks. Needs no option.
+    """The part of `auto_wrap` that lets models of transformers make attention masks without reading tensors on the GPU.
 
-    It adds hooks to the forwards of the model, and of the models of transformers in it.
+    It has no option. It adds hooks to the forwards of the model and of the models inside it, if they are models of
+    transformers.
     """
 
     def connect(self, plan: WrapPlan) -> None:
@@ -53,11 +59,11 @@ class Masks(Extension):
         if transformers is None:
             return
         models = [each for each in plan.model.modules() if isinstance(each, transformers.PreTrainedModel)]
-        # A second call of `auto_wrap` finds the hooks of the first.
+        # Leave out models that already have the hooks, from an earlier call of `auto_wrap`.
         models = [each for each in models if not any(isinstance(h, _Forward) for h in each._forward_pre_hooks.values())]
         if not models:
             return
-        original = getattr(_masking(), _FUNCTION, None)  # old releases have none
+        original = getattr(_masking(), _FUNCTION, None)  # None in old releases of transformers
         if original is None or [*inspect.signature(original).parameters][:5] not in _KNOWN_PARAMETERS:
             if plan.world.rank == 0:
                 _log.info("each forward waits for the GPU: how this release of transformers makes masks is not known")
@@ -69,20 +75,22 @@ class Masks(Extension):
 
 
 class _Forward:
-    """The hooks of one model of transformers. They replace `_FUNCTION` while the model's forward runs.
+    """The hooks of one model of transformers. They replace `_FUNCTION` by `_preprocess` while the model's forward runs.
 
-    original: `_FUNCTION` of transformers.
+    original: transformers' own function of the name `_FUNCTION`.
     """
 
     def __init__(self, original: Callable[..., Any]) -> None:
         self._original = original
-        self._replaced: list[Callable[..., Any]] = []  # for each running forward of the module
+        # For each running forward of the model, the function to put back at its end. Forwards may be nested.
+        self._replaced: list[Callable[..., Any]] = []
 
     def __call__(self, module: Any, args: tuple, kwargs: dict[str, Any]) -> None:
-        """Begin a forward."""
+        """Replace `_FUNCTION` until `end`. Called as a hook before a forward of the model, with its arguments."""
         if torch.compiler.is_compiling():
-            return  # compiled code cannot read tensors while it is traced
-        # Hooks that run after this one could add positions. Those of the engine do not.
+            return  # no read to avoid: values of tensors cannot be read while torch.compile traces the forward
+        # The model counts positions only if none are passed. Other hooks run after this one, and could add positions to
+        # the arguments. Those of the engine are known not to do so.
         own = (hook for hook in module._forward_pre_hooks.values() if not isinstance(hook, _Forward))
         alone = all(defining_module(hook).startswith("hf_bmtrain.engine.") for hook in own)
         without = alone and len(args) < 2 and kwargs.get(_POSITIONS) is None
@@ -93,17 +101,18 @@ class _Forward:
         setattr(masking, _FUNCTION, functools.partial(_preprocess, self._original, config, threading.get_ident()))
 
     def end(self, module: Any, args: tuple, output: Any) -> None:
-        """End a forward, also one that has raised an error."""
-        if self._replaced:  # empty if the forward was traced, or an earlier hook has raised
+        """Put `_FUNCTION` back. Called as a hook after a forward of the model, also after one that raised an error."""
+        if self._replaced:  # empty if `__call__` replaced nothing: the forward was traced, or an earlier hook raised
             setattr(_masking(), _FUNCTION, self._replaced.pop())
 
 
 def defining_module(value: Any) -> str:
-    """Return the name of the module that contains the code of a function, or the class of another object.
+    """Return the name of the module in which a function, or the class of another object, is defined.
 
-    It is not the attribute `__module__`, which functools.wraps copies.
+    Unlike the attribute `__module__`, which functools.wraps copies, the result for a decorated function is the module
+    of the decorator.
 
-    value: a function or method, also in functools.partial, or any other object.
+    value: a function or method, possibly wrapped in functools.partial, or any other object.
     """
     while isinstance(value, functools.partial):
         value = value.func
@@ -116,14 +125,16 @@ def _masking() -> Any:
 
 
 def _preprocess(original: Callable[..., Any], counting: Any, thread: int, *args: Any, **kwargs: Any) -> Any:
-    """Call `original`, and spare the reads that would follow.
+    """Call `original`, but hide from transformers the positions or the mask that it need not read.
+
+    This function replaces `original` in transformers while a forward runs.
 
     Args:
-        original: `_FUNCTION` of transformers. It returns whether the mask is ready, the mask, the numbers of packed
-            sequences (None if there are none), and sizes. It reads positions if the mask is None. Its caller reads the
-            mask that it returns if this is not None.
-        counting: the config of the model whose forward runs, if this counts positions itself; otherwise None.
-        thread: the thread in which the forward runs. Forwards of other threads read as before.
+        original: transformers' own function of the name `_FUNCTION`. If the mask is None, it reads the positions that
+            it gets. It returns whether the mask is ready, the mask, the numbers of packed sequences (None if there are
+            none), and sizes. If the returned mask is neither ready nor None, its caller reads this mask.
+        counting: the config of the model whose forward runs, if the forward counts positions itself; otherwise None.
+        thread: the identifier of the thread in which the forward runs. Other threads get the result of `original`.
         *args: the arguments of `original`.
         **kwargs: the keyword arguments of `original`.
     """
@@ -139,11 +150,13 @@ def _preprocess(original: Callable[..., Any], counting: Any, thread: int, *args:
 
 
 def note_full(mask: torch.Tensor) -> None:
-    """Note that `mask` has no zeros, so that models need not read it. Later writes are recognized.
+    """Mark `mask` as a mask without zeros, so that models of transformers need not read it.
 
-    mask: of any shape and dtype, on any device.
+    The mark is ignored if the mask is written later.
+
+    mask: a tensor of any shape and dtype, on any device.
     """
-    if not mask.is_inference():  # torch does not count writes to inference tensors
+    if not mask.is_inference():  # later writes to an inference tensor could not be noticed: it has no `_version`
         setattr(mask, _FULL, mask._version)
 
 
@@ -152,9 +165,10 @@ def _is_full(mask: Any) -> bool:
 
 
 def _has_stock_masks(config: Any) -> bool:
-    """Return whether transformers makes masks for this attention, which are equal for None and for ones.
+    """Return whether a function of transformers itself makes the masks for the attention that `config` selects.
 
-    A program can register a function of its own, which may require a tensor.
+    Such a function makes the same mask from None as from a tensor of ones. A user may have registered another function,
+    which may require a tensor.
     """
     function = _masking().ALL_MASK_ATTENTION_FUNCTIONS[config._attn_implementation]
     return getattr(function, "__module__", "") == "transformers.masking_utils"
@@ -164,11 +178,14 @@ def _has_stock_masks(config: Any) -> bool:
 def counts_positions(forward: Callable[..., Any]) -> bool:
     """Return whether a forward of transformers that gets no `position_ids` counts them: 0, 1 and so on in each row.
 
-    forward: the forward of a class. All values that it assigns to `position_ids` must be known to count.
+    This is found out from its source code: it must assign to `position_ids`, and only expressions that `_COUNTED`
+    matches.
+
+    forward: the function `forward` of a class of models.
     """
     while True:
         if not defining_module(forward).startswith("transformers."):
-            return False  # also if it decorates a forward of transformers
+            return False  # also for a decorator from elsewhere around a forward of transformers: it could add positions
         if not hasattr(forward, "__wrapped__"):
             break
         forward = forward.__wrapped__

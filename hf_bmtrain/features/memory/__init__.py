@@ -207,7 +207,7 @@ class Memory(Extension):
         if plan.late:
             _extend_keep_frozen(plan.model, plan.world)
         else:
-            graphs = self._options.cuda_graphs  # they keep the memory of blocks in any case, so measure nothing
+            graphs = self._options.cuda_graphs  # they keep the full parameters' memory anyway, so "auto" means True
             keep_frozen = True if graphs and self._options.keep_frozen == "auto" else self._options.keep_frozen
             _apply_keep_frozen(plan.model, plan.world, keep_frozen)
 
@@ -237,7 +237,7 @@ def _apply_keep_frozen(model: torch.nn.Module, world: World, keep_frozen: KeepFr
 
 
 def _extend_keep_frozen(model: torch.nn.Module, world: World) -> None:
-    """Also keep frozen parameters unsharded between steps that were added or frozen after `model` was wrapped.
+    """Keep all frozen parameters of `model` unsharded between steps, also those added or frozen after it was wrapped.
 
     Called when auto_wrap shards parameters that were added to a wrapped model. Does nothing unless `model` was wrapped
     with keep_frozen=True. Collective: every rank must call it.
@@ -247,6 +247,7 @@ def _extend_keep_frozen(model: torch.nn.Module, world: World) -> None:
     """
     planner = world.schedule.observer(MemoryPlanner)
     if planner is None or not any(module in planner.residents for module in model.modules()):
-        # CUDA graphs keep buffers unsharded whatever `keep_frozen` is.
+        # A resident buffer (one to keep unsharded between steps) shows that keep_frozen is True. Buffers of
+        # blocks with CUDA graphs are resident whatever keep_frozen is, so they do not count. They keep their address.
         if any(buffer.resident and not buffer.keeps_address for buffer in buffers_of(model)):
             keep_all(model, world)

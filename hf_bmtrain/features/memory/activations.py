@@ -178,13 +178,13 @@ class AutoCheckpoint(Recompute):
     def recomputes(self, args: tuple, kwargs: dict[str, Any], pending: int) -> bool:
         """Return whether the block's training forward that is about to begin is recomputed in backward.
 
-        Call it before the block's all-gather. The plan `activations` determines the result.
+        The plan `activations` determines the result. Call this method before the block's all-gather.
 
-        Collective before the first plan: in the first training forward after each backward, every rank must call this
-        method for one of its blocks, unless `MemoryPlanner.before_forward` has begun the pass before, because the ranks
-        exchange their measurements to make the plan. After the first
-        plan, this is still so only if the ranks make every plan together (`Activations.together`). It is not so for an
-        uneven model, because each of its ranks plans by itself.
+        Collective before the first plan: in the first training forward after each backward, the first call on each rank
+        exchanges the measurements from which the ranks make the plan (unless `MemoryPlanner.before_forward` has already
+        done so). Every rank must therefore call this method for one of its blocks. After the first plan, it is
+        collective only if the ranks make every plan together (`Activations.together`). For an uneven model, whose ranks
+        may enter different blocks, it is not collective, because each rank plans by itself.
 
         Returns True inside saved-tensor hooks (such as those of torch's checkpoint, or of offloading, around the
         block), because these hooks decide which tensors are kept. Also returns True inside a backward.
@@ -258,15 +258,15 @@ class Activations:
     themselves. If layers call collectives in their forwards (`together`), all ranks make every plan together.
 
     Args:
-        planner: the owner of this plan and of those for keep_frozen="auto". Its attribute `memory`
-            reads the device's memory.
+        planner: the owner of this plan and of those for keep_frozen="auto". Its attribute `memory` reads the device's
+            memory.
 
     Attributes:
         measuring: whether the rest of this pass is measured.
         left: the bytes that the last plan leaves for parameters that keep_frozen="auto" keeps unsharded between steps,
             including the bytes of those that are unsharded already. None before the first plan, and from the start of
             a measurement to the next plan.
-        numbers: yields the numbers of new blocks, from 0.
+        numbers: an iterator over 0, 1, 2 and so on. Each new block takes its number from it.
     """
 
     def __init__(self, planner: MemoryPlanner) -> None:

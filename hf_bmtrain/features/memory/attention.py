@@ -80,7 +80,7 @@ class _Attention(TorchDispatchMode):
     This also works in compiled code.
     """
 
-    supports_higher_order_operators = True  # otherwise torch refuses to run such operators inside this mode
+    supports_higher_order_operators = True  # otherwise torch refuses to run higher-order operators inside this mode
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:

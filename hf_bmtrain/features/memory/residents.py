@@ -102,7 +102,7 @@ class Residents:
         self._free = 0  # bytes free at the start of a pass: the smallest number since measuring began
         # If fewer than `_free` - `_spare` bytes are free at the start of a pass, the ranks choose the buffers again.
         self._spare = 0
-        self._policies: list[Any] = []  # the blocks' recompute policies when measuring began
+        self._policies: list[Any] = []  # what decided for each block whether to recompute it, when measuring began
 
     @property
     def nbytes(self) -> int:

@@ -32,8 +32,8 @@ class ChunkedMlp(OnlyWhileSharded):
     chunks: ClassVar[int]
 
     # This is a property, because libraries such as Liger replace the forward of single modules: they store a function
-    # in the module's `__dict__`. A method would be hidden by that function. A property is not hidden, so it can compute
-    # the function in chunks, too.
+    # in the module's `__dict__`. That function would hide a method of this class, and compute all tokens at once. It
+    # does not hide a property, which can then compute the function in chunks.
     @property
     def forward(self) -> Callable[..., Tensor]:
         replaced = self.__dict__.get("forward")

@@ -55,7 +55,8 @@ class Round:
                 the orthogonalized matrix, a tensor of the same shape and dtype.
         """
         self._ticket.wait()
-        # The received elements are sorted by the rank that sent them, and then by matrix.
+        # The received elements are sorted by the rank that sent them, and then by matrix. So the pieces of the matrix
+        # with index `number` are every `count`-th piece, from `number` on.
         pieces = [*self._received.split([count for counts in self._by_rank for count in counts])]
         count = len(self._mine)
         full = [torch.cat(pieces[number::count]) for number in range(count)]

@@ -237,9 +237,10 @@ class MuonOptimizer(AdamOptimizer):
             self._apply(matrix, result)
 
     def _momentum_step(self, matrix: Matrix) -> torch.Tensor:
-        """Update the momentum of this rank's elements of a matrix. Return these elements of the update, 1-D bfloat16.
+        """Update the momentum of this rank's elements of a matrix, and return their update u, 1-D bfloat16.
 
-        The update is later orthogonalized.
+        u is the momentum or, with Nesterov, a weighted mean of momentum and gradient. It is orthogonalized afterwards,
+        when the owner of the matrix has the u of all elements.
         """
         state, part = self._states[matrix.run], self._part(matrix)
         assert isinstance(state.exp_avg, torch.Tensor)

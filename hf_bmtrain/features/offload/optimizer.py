@@ -183,7 +183,9 @@ class AdamOffloadOptimizer(AdamOptimizer):
             state, gradient = states[part.run], gradients[part.run][part.of_run]
             stored, exp_avg, exp_avg_sq = chunk.part(part.of_chunk.start, part.of_chunk.stop)
             master = Master(state.run.weights[part.of_run], stored, exp_avg_sq)
-            if state.run.buffer is None:  # compare the masters here, on the device, so that the host need not wait
+            # Other code may have written an unsharded parameter since the last step. If so, adapt its float32 master.
+            # `follow_weight` finds this out on the device, so that the host need not wait.
+            if state.run.buffer is None:
                 master.follow_weight()
             steps.update(part.run, Elements(gradient, master, exp_avg, state.index_base + part.of_run.start))
 
@@ -383,8 +385,8 @@ class AdamOffloadOptimizer(AdamOptimizer):
             self._chunks = cut(runs, self._places, self._in_order(self._not_early()))
             self._mover = DeviceUpdate(self._chunks, self._exp_avg_dtype, runs[0].weights.device)
             for state in self._states:
-                # Otherwise the host would compare the masters of unsharded parameters with the weights in every step.
-                # `_update` does this on the device.
+                # True would make AdamOptimizer compare the float32 masters of unsharded parameters with the weights in
+                # every step, on the host, where the masters are. `_update` compares them on the device instead.
                 state.uncounted = False
         return True
 

@@ -39,7 +39,8 @@ def shown_plain(model: torch.nn.Module, full_params: Wholes) -> Iterator[None]:
 
     `check_parity` uses it to compute the results of plain torch, with which it compares those of the sharded model. In
     the context, the model performs no all-gathers, reductions or recomputations, and compiled blocks run without
-    compilation. Modules have full parameters then, so `save_pretrained` also runs in this context.
+    compilation. When Trainer saves full weights, `save_pretrained` also runs in this context, in which all modules have
+    full parameters.
 
     Args:
         model: the wrapped model.

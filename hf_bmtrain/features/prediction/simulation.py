@@ -139,7 +139,8 @@ def simulate(
 def _checked_optimizers() -> Iterator[None]:
     """Return a context that prepares torch's optimizers for sharded parameters, as `init_distributed` does in training.
 
-    In it, each optimizer is checked before its steps, and foreach functions accept sharded parameters.
+    In the context, each optimizer is checked before its steps, and torch's foreach functions, which optimizers call,
+    accept sharded parameters.
     """
     undo = install()
     try:

@@ -229,8 +229,8 @@ class Snapshot:
                 del buffers[name]
             buffers.update(originals)
             for name, copy in copies.items():
-                # Write only buffers that have changed. autograd may have saved a buffer for a later backward, which
-                # would raise an error if it found a new version.
+                # Write only buffers that have changed. Autograd may have saved a buffer for a later backward, which
+                # raises an error if the buffer has been written since, even with the same values.
                 if copy is not None and not torch.equal(buffers[name], copy):
                     buffers[name].copy_(copy)
         self._restore_others()
@@ -367,7 +367,8 @@ class Attributes:
     def __init__(self, modules: Sequence[torch.nn.Module]) -> None:
         # The layer refers to this object, so a strong reference to the layer or its `__dict__` would make a cycle.
         self._layer = weakref.ref(modules[0])
-        # For each module: its `__dict__` (None for that of the layer), and the attributes that a forward may change.
+        # For each module: its `__dict__` (None for the layer, whose `__dict__` is found through `_layer`), and the
+        # attributes that a forward may change.
         self._modules: list[tuple[dict[str, Any] | None, dict[str, Any]]] = []
         self._getters: list[tuple[dict[str, Any] | None, Callable[[dict], Iterable[Any]], int]] = []
         children = []
@@ -377,7 +378,8 @@ class Attributes:
             hooked = module._forward_hooks or module._forward_pre_hooks
             if hooked or not type(module).__module__.startswith("torch.nn."):
                 own, attributes = _own(vars(module)), None if module is modules[0] else vars(module)
-                names = [*own, "training", "_modules"]  # itemgetter returns a tuple only for two names or more
+                # itemgetter returns a tuple only for two names or more, so two that always exist are added if needed.
+                names = [*own, "training", "_modules"]
                 self._modules.append((attributes, own))
                 self._getters.append((attributes, itemgetter(*names[: max(2, len(own))]), len(vars(module))))
         self._inside = Contents([*children, *(value for _, own in self._modules for value in own.values())])

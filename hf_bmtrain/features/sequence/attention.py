@@ -30,7 +30,9 @@ _INTERFACE = "ALL_ATTENTION_FUNCTIONS"
 
 @dataclass(frozen=True)
 class Row:
-    """The division of a forward's rows (sequences) among ranks. It is the attribute `ROW` of attention modules.
+    """The division of a forward's rows (sequences) among ranks, as attention modules need it.
+
+    Before each forward of a block, it is stored in the block's attention modules, as the attribute that `ROW` names.
 
     Attributes:
         parts: says how many tokens a row has, and which of them each rank has.
@@ -138,7 +140,8 @@ def _attend(
 def _at_own_temperature(module: Any, parts: Parts, query: torch.Tensor) -> torch.Tensor:
     """Return the queries of a Llama 4 layer without RoPE, scaled by the factors of their positions in the whole row.
 
-    In its forward, the module has already scaled them, but as if this rank's first token were the first of the row.
+    The module has already scaled them in its forward, but for wrong positions: as if this rank's first token were the
+    first of the row. So the factor of the wrong position is divided out here.
 
     Args:
         module: the Llama4TextAttention.

@@ -137,7 +137,8 @@ class Part(StorageKind):
 class _Posts(ObjectComm):
     """Exchanges texts among the ranks that have the same part of split tensors: one rank per tensor-parallel group.
 
-    The texts are stored in the key-value store that all ranks share, without collectives. Each key begins with the
+    The texts say, for example, which parameters a rank has not used in a backward, so that they have no gradient. They
+    are stored in the key-value store that all ranks share, without collectives. Each key begins with the
     index of the part, so that ranks with other parts do not read these texts.
 
     control: the ObjectComm of all ranks.

@@ -143,7 +143,8 @@ class SplitByPlan(Extension):
 def _check_same_inputs(model: torch.nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
     """Raise RuntimeError if the ranks of a tensor-parallel group called the model with different integers (token ids).
 
-    Collective: every rank of the group must call it.
+    These ranks compute the same rows together, so they must get the same batch. Collective: every rank of the group
+    must call it.
     """
     grid = current_world().grid
     values = [each for each in pytree.tree_leaves((args, kwargs)) if isinstance(each, torch.Tensor)]

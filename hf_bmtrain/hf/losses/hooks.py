@@ -17,7 +17,8 @@ COUNT = "num_items_in_batch"
 _HOOKS = "_bmt_loss_hooks"
 """Name of an attribute of the base model: (weak reference to the Trainer that added the hooks, the hooks' handles)."""
 _UNCOUNTED = "_bmt_uncounted_labels"
-"""Name of an attribute that the base model has in `labels_uncounted`."""
+"""Name of an attribute that the base model (the model without PEFT's wrapper) has while the context `labels_uncounted`
+is active, in which loss hooks count no labels."""
 _LOSS = re.compile(r"(?<=\w)Loss$|_loss$|(^|_)cross_entropy|loss_(fct|fn)$|^criterion$")
 """Matches the names of functions, classes and attributes that compute a loss."""
 
@@ -99,8 +100,8 @@ def labels_uncounted(model: Any) -> Iterator[None]:
     """Context manager inside which the loss hooks of `model` count all labels as ignored.
 
     A rank without rows of its own must run the forward with other rows, but their labels may not count. The forward
-    itself gets these labels unchanged. They are not set to -100, because not every loss ignores such labels: it may
-    index by them, or be 0 / 0, with gradients of nan.
+    itself gets these labels unchanged. They are not set to -100, because not every loss works with such labels: some
+    losses use them as indices, and others become 0 / 0, with gradients of nan.
     """
     record = vars(base_of(model))
     record[_UNCOUNTED] = True

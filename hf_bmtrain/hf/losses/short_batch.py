@@ -97,17 +97,18 @@ def follow_short_batch(trainer: transformers.Trainer) -> None:
 
     def prediction_step(model: Any, inputs: Any, prediction_loss_only: bool, ignore_keys: Any = None) -> Any:
         accelerator = trainer.accelerator
-        # Seq2SeqTrainer sets `gather`, which keeps the repeated rows of logits and labels. Use it only for the loss.
+        # Seq2SeqTrainer sets `gather_function` to `Accelerator.gather`, which keeps repeated rows. Use `gather` only
+        # for the loss, so that the repeated rows of logits and labels are dropped, as with other trainers.
         if trainer.gather_function == accelerator.gather:
             trainer.gather_function = _GatherRows(  # pyright: ignore[reportAttributeAccessIssue]
                 accelerator, accelerator.gather
             )
         elif accelerator.split_batches and not isinstance(trainer.gather_function, _GatherRows):
-            # Trainer copies the loss of each batch, gathers the copies, and later averages over those of all batches.
-            # So their number is the weight of a batch, and should be its number of rows. With split_batches, each rank
-            # makes a copy for each row of all ranks, which is too many. Accelerate corrects this only for a short last
-            # batch, which would then weigh too little. So keep, on each rank, a copy for each of its rows in a full
-            # batch.
+            # Trainer makes copies of the loss of a batch, gathers them, and later averages over the copies of all
+            # batches. So the number of copies is the weight of a batch, and should be the batch's number of rows. With
+            # split_batches, each rank makes a copy for each row of all ranks, which is too many. Accelerate drops the
+            # surplus only for a short last batch, which would then weigh too little compared with full batches. So keep
+            # on each rank only as many copies as the rank has rows in a full batch.
             trainer.gather_function = _GatherRows(  # pyright: ignore[reportAttributeAccessIssue]
                 accelerator, lambda losses: accelerator.gather_for_metrics(losses[: _rows_of_rank(trainer)])
             )
@@ -223,8 +224,8 @@ def _is_flattened(trainer: transformers.Trainer, inputs: Any) -> bool:
 def _ignore_flattened(trainer: Any, inputs: Any, left: int, of_labels: bool) -> dict[str, Any] | None:
     """Return the last batch with the labels of repeated rows set to -100, which losses ignore.
 
-    Returns None if the number of concatenated rows is not that of a full batch, because the dataset already contains
-    packed rows, or if the loss is not averaged over the labels of all ranks.
+    Returns None if the number of concatenated rows is not that of a full batch (as for a dataset whose rows are already
+    packed), or if the loss is not averaged over the labels of all ranks.
 
     Args:
         trainer: the Trainer that evaluates.

@@ -34,8 +34,9 @@ class _Short:
             them.
         weight: the number by which a loss that is a mean over this rank's rows is multiplied. It is 0 if `rows` has no
             rows.
-        labels: if this rank has only repeated rows, the labels for the forward. Those in `inputs` are then all ignored,
-            for Trainer to count none. None to use those in `inputs`.
+        labels: the labels that the forward gets instead of those in `inputs`; None if it gets those in `inputs`. Only
+            set if this rank has only repeated rows. All labels in `inputs` are then -100, so that Trainer counts none
+            of them, but not every loss works with such labels.
     """
 
     inputs: dict[str, Any]
@@ -221,7 +222,8 @@ def _reason(
         return "its labels are not a tensor"
     if counted and not trainer.args.average_tokens_across_devices:
         return "with average_tokens_across_devices=False, each rank's loss is a mean over its own labels"
-    # Evaluation between two steps leaves the model in eval mode, so `training` does not say how it will train.
+    # Do not ask whether a batch norm is in training mode: after an evaluation between two steps, the model is still in
+    # eval mode here, although it will be in training mode in the forward.
     model: Any = trainer.model
     normed = any(isinstance(module, _BatchNorm) for module in model.modules())
     if normed and computes_loss(trainer) and mine <= 1 < found:

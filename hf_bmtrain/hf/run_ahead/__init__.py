@@ -4,10 +4,11 @@ In each step, Trainer and Accelerate make the host wait for the GPU. After each 
 the host has launched more. The modules of this folder remove the waits, without changing a result:
 
 * `losses`: inf and nan in losses are replaced on the GPU (`logging_nan_inf_filter`).
-* `batches`: batches are copied to the GPU without waiting for it, and masks without zeros are recognized before.
+* `batches`: batches are copied to the GPU without waiting for it. Attention masks without zeros are recognized before
+  the copy, so that the model need not read them on the GPU.
 
-`features/masks` removes those of models of transformers. What remains are the entries of Trainer's log, each of which
-reads the loss, and what the program reads itself.
+`features/masks` removes the waits in the forwards of models of transformers. Two kinds of waits remain: for the entries
+of Trainer's log, each of which reads the loss, and for values that the program itself reads.
 """
 
 from __future__ import annotations
@@ -27,10 +28,12 @@ _PACKAGES = ("transformers", "trl", "hf_bmtrain")
 class RunAhead:
     """Removes waits for the GPU from the training steps of a Trainer, until `close`.
 
-    A wait stays where methods of the program's own might rely on it. The log says which.
+    If the program has a method or data collator of its own that might rely on a wait, this wait stays. The log says
+    which waits stay, and why.
 
     Args:
-        trainer: the Trainer that trains. None, if a program calls the callback's methods itself, changes nothing.
+        trainer: the Trainer that trains; None if a program calls the callback's methods itself. With None, nothing is
+            changed.
         loader: the data loader of its batches; None if it is unknown.
     """
 
@@ -39,7 +42,9 @@ class RunAhead:
         if trainer is None:
             return
         waits = []
-        if own := _own(trainer, ["_inner_training_loop", "_run_epoch"]):  # they get the loss before Trainer's check
+        # One of these methods calls `training_step`, and checks its loss for inf and nan. A method of the program's own
+        # may read the loss in another way, so it gets the loss unchanged.
+        if own := _own(trainer, ["_inner_training_loop", "_run_epoch"]):
             waits.append(f"each loss (the program has its own {own})")
         else:
             self._parts.append(LossFilter(trainer))
@@ -51,7 +56,8 @@ class RunAhead:
                 "the copy of each batch (its data loader is not a plain DataLoader that Accelerate has prepared)"
             )
         else:
-            # A method between the copy and the forward could write to the mask without torch's knowledge.
+            # These methods run between the copy of a mask and the forward. If the program has its own, it could write
+            # to the mask in a way that torch does not notice. So masks are then not noted, and the forward reads them.
             own = _own(trainer, ["get_batch_samples", "training_step", "_prepare_inputs", "compute_loss"])
             self._parts.append(BatchCopies(loader, note_masks=not own))
             if own:

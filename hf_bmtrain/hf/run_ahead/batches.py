@@ -18,9 +18,10 @@ class BatchCopies:
     By default, Accelerate waits for each copy, and so for the optimizer step that was launched before it. Only then
     does it collect the batch after this one, while the GPU has nothing to do.
 
-    A copy that has not ended when the next batch is collected is safe only if this does not write to the same pinned
-    memory. Data collators that make new tensors for each batch, as those of transformers and TRL do, are safe: torch
-    does not use the pinned memory of a batch again before its copy has ended.
+    Without this wait, a copy may still run when the next batch is collected. This is safe only if the next batch is not
+    written to the pinned memory from which the copy reads. Data collators that make new tensors for each batch, as
+    those of transformers and TRL do, are safe: torch does not use the pinned memory of a batch again before its copy
+    has ended.
 
     Args:
         loader: the data loader, which `supports` accepts.
@@ -46,7 +47,7 @@ class BatchCopies:
 
 
 class _NotingLoader(DataLoader):
-    """A DataLoader that marks masks without zeros in the batches that it yields."""
+    """A DataLoader that yields attention masks without zeros as tensors of the class `_Full`, which marks them."""
 
     def __iter__(self) -> Iterator[Any]:  # pyright: ignore[reportIncompatibleMethodOverride]
         for batch in super().__iter__():
@@ -57,7 +58,11 @@ class _NotingLoader(DataLoader):
 
 
 class _Full(torch.Tensor):
-    """A mask without zeros in host memory, between the data loader and its copy. The copy is a plain, marked tensor."""
+    """An attention mask without zeros, from the data loader until its copy to the GPU.
+
+    Accelerate copies it by its method `to`. The copy is a plain tensor, which `note_full` has marked as a mask without
+    zeros, so that the model need not read it on the GPU.
+    """
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -10,14 +10,16 @@ import torch
 class LossFilter:
     """Replaces losses of inf and nan on the device, as Trainer's `logging_nan_inf_filter` does on the host.
 
-    If the loss of a micro-batch is inf or nan, Trainer adds the mean of the losses since the last log entry to their
-    sum instead. To find this out, it reads each loss, and so waits until the GPU has computed the backward. This class
-    replaces `training_step` of a Trainer by one whose result has the mean in place of inf or nan, and for which
-    torch.isnan and torch.isinf return False without reading it. Code that calls `trainer.training_step` in a callback
-    gets this result, too.
+    Trainer adds up the losses of micro-batches for its next log entry. In place of a loss of inf or nan, it adds the
+    mean of the losses since the last entry. To find such losses, it reads each loss on the host, and so waits until the
+    GPU has computed the backward.
+
+    This class replaces `training_step` of a Trainer by one whose result has the mean in place of inf or nan, and for
+    which torch.isnan and torch.isinf return False without reading it. Code that calls `trainer.training_step` in a
+    callback gets this result, too.
 
     Args:
-        trainer: the Trainer, until `close`.
+        trainer: the Trainer whose `training_step` is replaced, until `close`.
     """
 
     def __init__(self, trainer: Any) -> None:
@@ -52,5 +54,5 @@ class _Finite(torch.Tensor):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         with torch._C.DisableTorchFunctionSubclass():
             if func in (torch.isnan, torch.isinf):
-                return torch.zeros(args[0].shape, dtype=torch.bool)  # on the host, which reads it
+                return torch.zeros(args[0].shape, dtype=torch.bool)  # on the CPU, so Trainer reads it without a wait
             return func(*args, **(kwargs or {}))

@@ -123,7 +123,7 @@ class ForwardPass:
         if reader not in self.readers:
             self.tail[reader] = None
             if self.entry == FORWARD:
-                reader.count_use()
+                reader.count_pass()
         self.readers[reader] = True
 
     def end(self) -> list[int]:
@@ -724,7 +724,7 @@ class Schedule:
         forward_pass.last = None  # so that a second backward through the same forward does not call this method
         if len(self._members) > 1 or self.negotiated is not None:
             return
-        gradients = [gradient for reader in forward_pass.tail for gradient in reader.complete_gradients()]
+        gradients = [gradient for reader in forward_pass.tail for gradient in reader.take_complete_gradients()]
         if gradients:
             self.send(gradients)
 

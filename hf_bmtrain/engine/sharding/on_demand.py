@@ -54,7 +54,10 @@ class OnDemandGather:
         self._saved = weakref.WeakSet[_Saved]()
         self._watched = False
         self.unwatched = False
-        self._uses = 0  # of the parameters since the last backward, see `count_use`
+        self._passes = 0  # forward passes with gradients that have read the parameters since the last backward
+        self._read_elsewhere = (
+            False  # whether `note_read` or `count_pass` has found that gradients may come at any time
+        )
         self._sent = False  # whether the running backward has started the reduction
 
     @classmethod
@@ -132,14 +135,49 @@ class OnDemandGather:
             full.requires_grad_(required)
         return full
 
-    def count_use(self) -> None:
-        """Count a use of the parameters: a forward pass that reads them, or a read outside forward passes.
+    def count_pass(self) -> None:
+        """Note that a forward pass with gradients reads the parameters. Called at its first read.
 
-        Called once for each use. If the count is 1 when a backward has run through this use, all gradients of the
-        parameters are complete (see `complete_gradients`). If the first read of a forward pass is without gradients,
-        the pass counts twice, because a reentrant checkpoint may repeat this read in backward, with gradients.
+        If this read is without gradients, a reentrant checkpoint may repeat it in backward, with gradients.
         """
-        self._uses += 1 if torch.is_grad_enabled() else 2
+        if torch.is_grad_enabled():
+            self._passes += 1
+        else:
+            self._read_elsewhere = True
+
+    def note_read(self) -> None:
+        """Note that code reads a parameter without a module: `gather`, or a loss that computes the gradient itself.
+
+        Called before the read, with gradients enabled if the code may compute a gradient. Outside forward passes, it is
+        not known when backward computes this gradient. From then on, no reduction starts before the end of a backward.
+        """
+        if self._schedule.running is not None and not self._schedule.in_backward:
+            self._schedule.add_reader(self)
+        elif torch.is_grad_enabled():
+            self._read_elsewhere = True
+
+    @contextmanager
+    def full_values(self, index: int) -> Iterator[torch.Tensor]:
+        """Context manager that yields a full parameter, detached, for code that computes the gradient itself.
+
+        Collective: every rank must call it. Call `note_read` before. The code passes the gradient to `collect`. At the
+        end of the context, the parameters are resharded, unless they were unsharded before and are still needed.
+
+        index: the index of the parameter in the flat buffer.
+        """
+        full, running = self._buffer.full_params[index], self._schedule.running
+        if running is None or self._schedule.in_backward or self._buffer.storage.prepares:
+            with self._buffer.unsharded():
+                yield full.detach()
+            return
+        needed = self._buffer.is_unsharded and self not in running.prefetched
+        self._schedule.gather(self._buffer)
+        self._buffer.wait()
+        try:
+            yield full.detach()
+        finally:
+            if not needed:
+                self._release_if_unneeded()
 
     def _readable(self, index: int) -> torch.nn.Parameter:
         weights = self._buffer.full_params[index].data
@@ -184,9 +222,9 @@ class OnDemandGather:
         """
         self._schedule.join_backward(self)
         # An earlier reduction of this buffer may still be pending, and must end first. This happens if the buffer
-        # belongs to a block and a parameter was also read outside the block, or if `complete_gradients` returned
-        # gradients that were not complete after all. The end of the backward then averages this gradient as well, and
-        # adds it to the first mean.
+        # belongs to a block and a parameter was also read outside the block, or if gradients were not complete after
+        # all when `take_complete_gradients` returned them. The end of the backward then averages this gradient as well,
+        # and adds it to the first mean.
         if self._buffer.gradient.is_pending:
             self._schedule.receive_all()
         self._sent = False
@@ -244,15 +282,15 @@ class OnDemandGather:
             # outside `watch`. (When it reads a view that was saved inside `watch`, `_restore` is called, and does so.)
             self._buffer.wait()
 
-    def complete_gradients(self) -> list[GradientBuffer]:
-        """Return the gradients that can be averaged before the end of the backward: those of the flat buffer, or none.
+    def take_complete_gradients(self) -> list[GradientBuffer]:
+        """Return the gradients to average before the end of the backward: those of the flat buffer, or none.
 
         Called when the running backward has computed all gradients of its own forward pass. None are returned if the
-        parameters are frozen, or had other uses since the last backward, whose gradients may still follow. If a
-        gradient follows nevertheless, as from a graph that an earlier backward has retained, it is averaged at the end
-        of the backward.
+        parameters are frozen, or were also read by another forward pass or elsewhere, because gradients of those reads
+        may still follow. If a gradient follows nevertheless, as from a graph that an earlier backward has retained, it
+        is averaged at the end of the backward, and gradient hooks are called a second time.
         """
-        if self._uses != 1 or not self._buffer.gradient.trainable:
+        if self._passes != 1 or self._read_elsewhere or not self._buffer.gradient.trainable:
             return []
         self._sent = True
         return [self._buffer.gradient]
@@ -260,7 +298,8 @@ class OnDemandGather:
     def finish_backward(self) -> None:
         """Free the full parameters and start to average their gradients over the ranks. Called when backward ends.
 
-        The average may have been started before, see `complete_gradients`.
+        The average may have been started before, see `take_complete_gradients`. It is started again if a gradient has
+        been collected since.
 
         Collective: every rank must call it. The full parameters are not freed if this backward runs inside another one
         (in a reentrant checkpoint) that still needs them, or inside a forward that has read them.
@@ -269,7 +308,7 @@ class OnDemandGather:
             self._end_backward()
         if self._buffer.gradient.trainable and not self._sent:
             self._schedule.send([self._buffer.gradient])
-        self._uses, self._sent = 0, False
+        self._passes, self._sent = 0, False
 
     def _end_backward(self) -> None:
         # If a forward calls backward itself, it may still use the full parameters that it has read: do not free them.
@@ -282,7 +321,7 @@ class OnDemandGather:
         Called when the next forward begins, or the next model is wrapped.
         """
         self._end_backward()
-        self._uses, self._sent = 0, False
+        self._passes, self._sent = 0, False
         self._buffer.gradient.discard()
 
 

@@ -205,12 +205,7 @@ class DistributedParameter(ShardBase, torch.nn.Parameter):
             of `gather`.
         """
         if torch.is_grad_enabled() and self.requires_grad:
-            schedule = current_world().schedule
-            gather = OnDemandGather.of(self, schedule)
-            if schedule.in_forward and not schedule.in_backward:
-                schedule.add_reader(gather)
-            else:
-                gather.count_use()
+            OnDemandGather.of(self, current_world().schedule).note_read()
             return _ReadWhole.apply(self)
         with self.buffer.unsharded():
             return self.full.detach().clone()

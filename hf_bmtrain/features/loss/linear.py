@@ -96,6 +96,9 @@ def linear_cross_entropy(
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
     work = _Work(how, wants, dtype, chunk_bytes)
     rows = hidden.reshape(-1, hidden.shape[-1])
+    for parameter in (weight, bias):
+        if isinstance(parameter, DistributedParameter):
+            _gather_of(parameter).note_read()
     losses = _LinearCrossEntropy.apply(rows, weight, bias, targets.reshape(-1).contiguous(), work)
     return losses.view(targets.shape) if reduction == "none" else losses
 
@@ -260,8 +263,12 @@ def _hand_over(parameter: Tensor, gradient: Tensor | None, ratio: Tensor) -> Ten
         gradient = torch.mul(gradient, ratio, out=narrow)  # rounds only once, to the parameter's dtype
     if not isinstance(parameter, DistributedParameter):
         return gradient
-    OnDemandGather.of(parameter, current_world().schedule).collect(parameter.index, gradient)
+    _gather_of(parameter).collect(parameter.index, gradient)
     return None
+
+
+def _gather_of(parameter: DistributedParameter) -> OnDemandGather:
+    return OnDemandGather.of(parameter, current_world().schedule)
 
 
 @contextmanager
@@ -272,8 +279,8 @@ def _full(parameter: Tensor | None) -> Iterator[Any]:
     None, is yielded unchanged.
     """
     if isinstance(parameter, DistributedParameter):
-        with parameter.buffer.unsharded():
-            yield parameter.buffer.full_params[parameter.index].detach()
+        with _gather_of(parameter).full_values(parameter.index) as full:
+            yield full
     else:
         yield parameter
 

@@ -24,7 +24,7 @@ import logging
 import re
 import sys
 import textwrap
-import threading
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -60,17 +60,23 @@ class Masks(Extension):
             return
         models = [each for each in plan.model.modules() if isinstance(each, transformers.PreTrainedModel)]
         # Leave out models that already have the hooks, from an earlier call of `auto_wrap`.
-        models = [each for each in models if not any(isinstance(h, _Forward) for h in each._forward_pre_hooks.values())]
-        if not models:
+        models = [model for model in models if not any(map(_is_own, model._forward_pre_hooks.values()))]
+        masking = _masking()
+        if not models or masking is None:
             return
-        original = getattr(_masking(), _FUNCTION, None)  # None in old releases of transformers
+        original = getattr(masking, _FUNCTION, None)  # None in old releases of transformers
         if original is None or [*inspect.signature(original).parameters][:5] not in _KNOWN_PARAMETERS:
             if plan.world.rank == 0:
-                _log.info("each forward waits for the GPU: how this release of transformers makes masks is not known")
+                _log.info(
+                    "this version of hf_bmtrain does not know how transformers %s makes attention masks. So in each "
+                    "forward, transformers reads masks or position ids on the GPU, and the host waits for it. Results "
+                    "are the same",
+                    sys.modules["transformers"].__version__,
+                )  # fmt: skip
             return
         for model in models:
             hook = _Forward(original)
-            model.register_forward_pre_hook(hook, prepend=True, with_kwargs=True)
+            model.register_forward_pre_hook(hook.begin, prepend=True, with_kwargs=True)
             model.register_forward_hook(hook.end, always_call=True)
 
 
@@ -85,25 +91,39 @@ class _Forward:
         # For each running forward of the model, the function to put back at its end. Forwards may be nested.
         self._replaced: list[Callable[..., Any]] = []
 
-    def __call__(self, module: Any, args: tuple, kwargs: dict[str, Any]) -> None:
+    def begin(self, module: Any, args: tuple, kwargs: dict[str, Any]) -> None:
         """Replace `_FUNCTION` until `end`. Called as a hook before a forward of the model, with its arguments."""
         if torch.compiler.is_compiling():
             return  # no read to avoid: values of tensors cannot be read while torch.compile traces the forward
         # The model counts positions only if none are passed. Other hooks run after this one, and could add positions to
         # the arguments. Those of the engine are known not to do so.
-        own = (hook for hook in module._forward_pre_hooks.values() if not isinstance(hook, _Forward))
-        alone = all(defining_module(hook).startswith("hf_bmtrain.engine.") for hook in own)
+        others = (hook for hook in module._forward_pre_hooks.values() if not _is_own(hook))
+        alone = all(defining_module(hook).startswith("hf_bmtrain.engine.") for hook in others)
         without = alone and len(args) < 2 and kwargs.get(_POSITIONS) is None
-        counted = without and "forward" not in vars(module) and counts_positions(type(module).forward)
+        counts = without and "forward" not in vars(module) and counts_positions(type(module).forward)
         masking = _masking()
-        self._replaced.append(getattr(masking, _FUNCTION))
-        config = module.config if counted else None
-        setattr(masking, _FUNCTION, functools.partial(_preprocess, self._original, config, threading.get_ident()))
+        self._replaced.append(self._valid(getattr(masking, _FUNCTION)))
+        setattr(masking, _FUNCTION, functools.partial(_preprocess, self._original, weakref.ref(module), counts))
 
     def end(self, module: Any, args: tuple, output: Any) -> None:
         """Put `_FUNCTION` back. Called as a hook after a forward of the model, also after one that raised an error."""
-        if self._replaced:  # empty if `__call__` replaced nothing: the forward was traced, or an earlier hook raised
-            setattr(_masking(), _FUNCTION, self._replaced.pop())
+        if self._replaced:  # empty if `begin` replaced nothing: the forward was traced, or an earlier hook raised
+            setattr(_masking(), _FUNCTION, self._valid(self._replaced.pop()))
+
+    def _valid(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Return `function`, or `_original` if `function` replaces it for a forward that does not run any longer.
+
+        A forward that KeyboardInterrupt has ended does not call `end`, and the forwards of two threads may end in the
+        order in which they began.
+        """
+        if isinstance(function, functools.partial) and function.func is _preprocess:
+            return function if _is_running(function.args[1]()) else self._original
+        return function
+
+
+def _is_own(hook: Any) -> bool:
+    """Return whether a forward pre-hook is one of this file."""
+    return isinstance(getattr(hook, "__self__", None), _Forward)
 
 
 def defining_module(value: Any) -> str:
@@ -124,7 +144,17 @@ def _masking() -> Any:
     return sys.modules.get("transformers.masking_utils")
 
 
-def _preprocess(original: Callable[..., Any], counting: Any, thread: int, *args: Any, **kwargs: Any) -> Any:
+def _is_running(model: Any) -> bool:
+    """Return whether a forward of `model` is running in this thread. model: a model, or None if it was freed."""
+    frame = None if model is None else sys._getframe()
+    while frame is not None:
+        if frame.f_code.co_name == "forward" and frame.f_locals.get("self") is model:
+            return True
+        frame = frame.f_back
+    return False
+
+
+def _preprocess(original: Callable[..., Any], model: Callable[[], Any], counts: bool, *args: Any, **kwargs: Any) -> Any:
     """Call `original`, but hide from transformers the positions or the mask that it need not read.
 
     This function replaces `original` in transformers while a forward runs.
@@ -133,15 +163,16 @@ def _preprocess(original: Callable[..., Any], counting: Any, thread: int, *args:
         original: transformers' own function of the name `_FUNCTION`. If the mask is None, it reads the positions that
             it gets. It returns whether the mask is ready, the mask, the numbers of packed sequences (None if there are
             none), and sizes. If the returned mask is neither ready nor None, its caller reads this mask.
-        counting: the config of the model whose forward runs, if the forward counts positions itself; otherwise None.
-        thread: the identifier of the thread in which the forward runs. Other threads get the result of `original`.
+        model: a weak reference to the model whose forward runs.
+        counts: whether this forward counts positions itself.
         *args: the arguments of `original`.
         **kwargs: the keyword arguments of `original`.
     """
-    if len(args) < len(_KNOWN_PARAMETERS[0]) or torch.compiler.is_compiling() or threading.get_ident() != thread:
+    if len(args) < len(_KNOWN_PARAMETERS[0]) or torch.compiler.is_compiling():
         return original(*args, **kwargs)
     config, embeddings, mask, cache, positions, *others = args
-    if counting is config:
+    # Also look at the call stack: this function may have been left behind, or another thread may have called it.
+    if counts and (counting := model()) is not None and counting.config is config and _is_running(counting):
         positions = None
     ready, result, *sizes = original(config, embeddings, mask, cache, positions, *others, **kwargs)
     if not ready and cache is None and _is_full(mask) and _has_stock_masks(config):
@@ -174,7 +205,7 @@ def _has_stock_masks(config: Any) -> bool:
     return getattr(function, "__module__", "") == "transformers.masking_utils"
 
 
-@functools.cache
+@functools.lru_cache(maxsize=256)  # bounded, because it keeps the classes of models alive
 def counts_positions(forward: Callable[..., Any]) -> bool:
     """Return whether a forward of transformers that gets no `position_ids` counts them: 0, 1 and so on in each row.
 

@@ -135,6 +135,66 @@ def test_they_are_gathered_beside_the_last_block():
             assert not head.is_unsharded
 
 
+def fused(model, given, states):
+    """Return a loss of the head that computes its gradient itself."""
+    weight = model.head._parameters["weight"]
+    targets, states = given.flatten(), states.flatten(0, 1)
+    if isinstance(weight, bmt.DistributedParameter):
+        return bmt.loss.linear_cross_entropy(states, weight, targets)
+    return torch.nn.functional.cross_entropy(states @ weight.t(), targets)
+
+
+class Fused(Model):
+    def forward(self, tokens):
+        return fused(self, tokens, super().forward(tokens, "unused"))
+
+
+@pytest.mark.parametrize("kind", ["in the forward", "before it"])
+@on_ranks(1, 2)
+def test_a_fused_loss(kind):
+    """In the forward, the head is a parameter like others. Before it, its gradient comes last, and once."""
+    world, plain = bmt.current_world(), Fused()
+    model, calls = wrapped(copy.deepcopy(plain)), []
+    head, block = (part.weight.buffer.gradient for part in (model.head, model.layers[-1].linear))
+    model.head.weight.register_post_accumulate_grad_hook(lambda parameter: calls.append(parameter.grad.norm()))
+    states, sent, send = torch.randn(2, 4, WIDTH, generator=torch.Generator().manual_seed(1)), [], GradientBuffer.send
+
+    def loss_of(each, given):
+        first = 0 if kind == "in the forward" else fused(each, given, states)
+        return first + each(given)
+
+    def noting(gradient):
+        sent.append(gradient)
+        send(gradient)
+
+    for step in range(3):
+        del sent[:], calls[:]
+        with mock.patch.object(GradientBuffer, "send", noting):
+            loss = loss_of(model, tokens(step, world.rank))
+            assert world.size == 1 or not model.head.weight.buffer.is_unsharded
+            loss.backward()
+        assert len(calls) == 1 and (sent.index(head) < sent.index(block)) == (kind == "in the forward")
+        for rank in range(world.size):
+            (loss_of(plain, tokens(step, rank)) / world.size).backward()
+    torch.testing.assert_close(model.head.weight.gather_gradient(), plain.head.weight.grad)
+
+
+@on_ranks(1, 2)
+def test_gradients_of_a_penalty_that_waits():
+    """Its gradient comes in the second of two backwards, after the other ones of the head."""
+    world, plain, calls = bmt.current_world(), Model().double(), []
+    model = wrapped(copy.deepcopy(plain))
+    model.head.weight.register_post_accumulate_grad_hook(lambda parameter: calls.append(parameter.grad.norm()))
+    for each, ranks in ((model, [world.rank]), (plain, range(world.size))):
+        for rank in ranks:
+            weight = each.head.weight
+            penalty = (weight.gather() if isinstance(weight, bmt.DistributedParameter) else weight).square().sum()
+            (objective(each, tokens(0, rank), "once") / len(ranks)).backward()
+            ((objective(each, tokens(1, rank), "once") + penalty) / len(ranks)).backward()
+    assert len(calls) == 2
+    torch.testing.assert_close(model.head.weight.gather_gradient(), plain.head.weight.grad)
+
+
 @on_ranks(1, 2)
 def test_gradients_of_a_retained_graph():
     """They come after those of the new one, when the head's reduction has begun."""

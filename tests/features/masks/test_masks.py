@@ -67,9 +67,7 @@ def test_a_loop_reads_only_packed_positions(world) -> None:
 
 def added_by_a_second_call():
     def count():
-        return sum(
-            isinstance(hook, masks._Forward) for each in model.modules() for hook in each._forward_pre_hooks.values()
-        )
+        return sum(masks._is_own(hook) for each in model.modules() for hook in each._forward_pre_hooks.values())
 
     model = bmt.auto_wrap(llama())
     before = count()
@@ -82,6 +80,15 @@ def test_hooks_are_added_once(world) -> None:
     assert world(1)(added_by_a_second_call) == [(2, 2)]
 
 
+def test_an_unknown_release(caplog) -> None:
+    """Its function is left as it is, and one line says so."""
+    with mock.patch.object(masking_utils, "_preprocess_mask_arguments", lambda mask, **others: None):
+        with caplog.at_level("INFO", "hf_bmtrain"):
+            model = hooked(llama())
+    assert "does not know how transformers" in caplog.text
+    assert not any(map(masks._is_own, model._forward_pre_hooks.values()))
+
+
 def test_a_copied_model() -> None:
     model = hooked(llama())
     copied = copy.deepcopy(model)
@@ -90,6 +97,7 @@ def test_a_copied_model() -> None:
     assert counted.of_masks == 0
 
 
+@pytest.mark.skipif(torch.__version__ < "2.7", reason="torch 2.6 cannot compile the forward of transformers' models")
 def test_a_compiled_model() -> None:
     before, model = masking_utils._preprocess_mask_arguments, hooked(llama())
     expected = model(TOKENS, use_cache=False).logits
@@ -103,6 +111,29 @@ def test_a_forward_that_fails_restores_the_function() -> None:
     before, model = masking_utils._preprocess_mask_arguments, hooked(llama())
     with pytest.raises(IndexError):
         model(torch.tensor([[99]]))
+    assert masking_utils._preprocess_mask_arguments is before
+
+
+def test_a_forward_that_is_interrupted() -> None:
+    """torch calls no hooks then. Nothing else may notice, and the next forward restores the function."""
+    before, model = masking_utils._preprocess_mask_arguments, hooked(llama())
+    beside = LlamaForCausalLM(model.config)
+    expected = beside(TOKENS, position_ids=PACKED, use_cache=False).logits
+    with mock.patch.object(model.model.norm, "forward", side_effect=KeyboardInterrupt):
+        with pytest.raises(KeyboardInterrupt):
+            model(TOKENS, use_cache=False)
+    assert torch.equal(beside(TOKENS, position_ids=PACKED, use_cache=False).logits, expected)
+    model(TOKENS, use_cache=False)
+    assert masking_utils._preprocess_mask_arguments is before
+
+
+def test_forwards_that_end_in_the_order_in_which_they_began() -> None:
+    before, (first, second) = masking_utils._preprocess_mask_arguments, (llama().model, llama().model)
+    hooks = [masks._Forward(before), masks._Forward(before)]
+    for hook, model in zip(hooks, (first, second)):
+        hook.begin(model, (), {})
+    for hook, model in zip(hooks, (first, second)):
+        hook.end(model, (), None)
     assert masking_utils._preprocess_mask_arguments is before
 
 
@@ -156,7 +187,7 @@ def during_forward():
     """What a mask is made in: the forward of a model that counts positions."""
     model = llama().model
     hook = masks._Forward(masking_utils._preprocess_mask_arguments)
-    hook(model, (), {})
+    hook.begin(model, (), {})
     yield model
     hook.end(model, (), None)
 
@@ -223,14 +254,20 @@ def test_packed_positions_of_another_model_are_read(during_forward) -> None:
     assert found is not None and not found[0, 0, -1, 0]
 
 
-def test_packed_positions_in_another_thread_are_read(during_forward) -> None:
+def test_packed_positions_outside_the_forward_are_read(during_forward) -> None:
+    """Another thread, or what is left of a forward that has ended."""
+
+    def forward(self):
+        return causal_mask(None, "own", PACKED)
+
     found = []
     with mock.patch.dict(CONFIGS, own=during_forward.config):
-        assert causal_mask(None, "own", PACKED) is None  # this model's forward would have counted them
-        thread = threading.Thread(target=lambda: found.append(causal_mask(None, "own", PACKED)))
+        assert forward(during_forward) is None  # this model's forward would have counted the positions
+        thread = threading.Thread(target=lambda: found.append(forward(None)))
         thread.start()
         thread.join()
-    assert found[0] is not None and not found[0][0, 0, -1, 0]
+        found.append(forward(None))
+    assert all(mask is not None and not mask[0, 0, -1, 0] for mask in found) and len(found) == 2
 
 
 @pytest.mark.parametrize(

@@ -146,38 +146,13 @@ class OnDemandGather:
             self._read_elsewhere = True
 
     def note_read(self) -> None:
-        """Note that code reads a parameter without a module: `gather`, or a loss that computes the gradient itself.
+        """Note that code reads a parameter without a module: `gather` outside a forward pass, or a fused loss.
 
-        Called before the read, with gradients enabled if the code may compute a gradient. Outside forward passes, it is
-        not known when backward computes this gradient. From then on, no reduction starts before the end of a backward.
+        It is not known when backward computes the gradient of such a read. So if gradients are enabled, no reduction
+        starts before the end of a backward from then on.
         """
-        if self._schedule.running is not None and not self._schedule.in_backward:
-            self._schedule.add_reader(self)
-        elif torch.is_grad_enabled():
+        if torch.is_grad_enabled():
             self._read_elsewhere = True
-
-    @contextmanager
-    def full_values(self, index: int) -> Iterator[torch.Tensor]:
-        """Context manager that yields a full parameter, detached, for code that computes the gradient itself.
-
-        Collective: every rank must call it. Call `note_read` before. The code passes the gradient to `collect`. At the
-        end of the context, the parameters are resharded, unless they were unsharded before and are still needed.
-
-        index: the index of the parameter in the flat buffer.
-        """
-        full, running = self._buffer.full_params[index], self._schedule.running
-        if running is None or self._schedule.in_backward or self._buffer.storage.prepares:
-            with self._buffer.unsharded():
-                yield full.detach()
-            return
-        needed = self._buffer.is_unsharded and self not in running.prefetched
-        self._schedule.gather(self._buffer)
-        self._buffer.wait()
-        try:
-            yield full.detach()
-        finally:
-            if not needed:
-                self._release_if_unneeded()
 
     def _readable(self, index: int) -> torch.nn.Parameter:
         weights = self._buffer.full_params[index].data

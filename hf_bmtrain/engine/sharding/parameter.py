@@ -205,7 +205,12 @@ class DistributedParameter(ShardBase, torch.nn.Parameter):
             of `gather`.
         """
         if torch.is_grad_enabled() and self.requires_grad:
-            OnDemandGather.of(self, current_world().schedule).note_read()
+            schedule = current_world().schedule
+            gather = OnDemandGather.of(self, schedule)
+            if schedule.in_forward and not schedule.in_backward:
+                schedule.add_reader(gather)
+            else:
+                gather.note_read()
             return _ReadWhole.apply(self)
         with self.buffer.unsharded():
             return self.full.detach().clone()

@@ -279,8 +279,8 @@ def _full(parameter: Tensor | None) -> Iterator[Any]:
     None, is yielded unchanged.
     """
     if isinstance(parameter, DistributedParameter):
-        with _gather_of(parameter).full_values(parameter.index) as full:
-            yield full
+        with parameter.buffer.unsharded():
+            yield parameter.buffer.full_params[parameter.index].detach()
     else:
         yield parameter
 

@@ -144,38 +144,20 @@ def fused(model, given, states):
     return torch.nn.functional.cross_entropy(states @ weight.t(), targets)
 
 
-class Fused(Model):
-    def forward(self, tokens):
-        return fused(self, tokens, super().forward(tokens, "unused"))
-
-
-@pytest.mark.parametrize("kind", ["in the forward", "before it"])
 @on_ranks(1, 2)
-def test_a_fused_loss(kind):
-    """In the forward, the head is a parameter like others. Before it, its gradient comes last, and once."""
-    world, plain = bmt.current_world(), Fused()
+def test_a_fused_loss_before_the_forward():
+    """Its gradient comes after the other one of the head, and both are averaged at once."""
+    world, plain = bmt.current_world(), Model()
     model, calls = wrapped(copy.deepcopy(plain)), []
-    head, block = (part.weight.buffer.gradient for part in (model.head, model.layers[-1].linear))
     model.head.weight.register_post_accumulate_grad_hook(lambda parameter: calls.append(parameter.grad.norm()))
-    states, sent, send = torch.randn(2, 4, WIDTH, generator=torch.Generator().manual_seed(1)), [], GradientBuffer.send
-
-    def loss_of(each, given):
-        first = 0 if kind == "in the forward" else fused(each, given, states)
-        return first + each(given)
-
-    def noting(gradient):
-        sent.append(gradient)
-        send(gradient)
-
-    for step in range(3):
-        del sent[:], calls[:]
-        with mock.patch.object(GradientBuffer, "send", noting):
-            loss = loss_of(model, tokens(step, world.rank))
-            assert world.size == 1 or not model.head.weight.buffer.is_unsharded
-            loss.backward()
-        assert len(calls) == 1 and (sent.index(head) < sent.index(block)) == (kind == "in the forward")
-        for rank in range(world.size):
-            (loss_of(plain, tokens(step, rank)) / world.size).backward()
+    states = torch.randn(2, 4, WIDTH, generator=torch.Generator().manual_seed(1))
+    for step in range(2):
+        del calls[:]
+        for each, ranks in ((model, [world.rank]), (plain, range(world.size))):
+            for rank in ranks:
+                first = fused(each, tokens(step, rank), states)
+                ((first + objective(each, tokens(step, rank), "once")) / len(ranks)).backward()
+        assert len(calls) == 1
     torch.testing.assert_close(model.head.weight.gather_gradient(), plain.head.weight.grad)
 
 

@@ -135,10 +135,10 @@ class Snapshot:
         return [part._replace(values=target) for target, part in zip(targets, self._parts)]
 
     def _end(self) -> None:
-        """Let optimizer steps continue, because all tensors have been copied or written.
+        """Let the optimizer steps continue that wait for this copy, because all tensors have been copied or written.
 
-        If torch's version counters show that a tensor was changed since the construction of this object, raise
-        RuntimeError, and let optimizer steps wait until `write` ends.
+        First compare torch's version counters. If a tensor was changed since the construction of this object, raise
+        RuntimeError instead. Optimizer steps then continue when `write` ends.
         """
         changed = [part.values._version for part in self._parts] != self._versions
         self._parts = []

@@ -95,7 +95,8 @@ def count_rows_once(trainer: Trainer) -> None:
         trainer: the Trainer. Its methods are replaced.
     """
     size = ranks_per_row(trainer.model)
-    # TRL's SFTTrainer divides numbers of gathered tokens by `_tp_size`, but shared rows are gathered only once.
+    # TRL's SFTTrainer gathers numbers of tokens, and divides their sum by `_tp_size`, because it expects every rank
+    # that has a row to count the row's tokens. Here, only one of these ranks does, so the sum must not be divided.
     if size > 1 and hasattr(trainer, "_tp_size"):
         trainer._tp_size = 1  # pyright: ignore[reportAttributeAccessIssue]
     if size == 1 or "get_tp_size" in vars(trainer):

@@ -75,12 +75,12 @@ class Containers:
     """
 
     def __init__(self, values: Sequence[Any], inputs: Sequence[torch.Tensor], guarded: Sequence[torch.Tensor]) -> None:
-        """Create the object after tensors in the layer's arguments have been replaced.
+        """Create the object after `leave_backward` has replaced tensors in the layer's arguments.
 
         Args:
-            values: the layer's arguments.
-            inputs: the tensors in `values` that require a gradient.
-            guarded: the replacements of `inputs`, in the same order.
+            values: the layer's arguments as the caller has passed them. In containers among them, tensors are replaced.
+            inputs: the original tensors that were replaced: those that require a gradient.
+            guarded: the tensors that replace `inputs`, in the same order.
         """
         self._values, self._inputs = values, {id(tensor) for tensor in inputs}
         self._originals = {id(tensor): original for tensor, original in zip(guarded, inputs)}

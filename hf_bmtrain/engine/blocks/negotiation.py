@@ -151,16 +151,19 @@ class Negotiation:
     # -- requests -----------------------------------------------------------------------------------------------
 
     def before_gather(self, buffer: ShardedBuffer, entry: int) -> None:
-        """Take part in other collectives until the ranks agree that the all-gather of `buffer` is next.
+        """Wait until the ranks agree that the all-gather of `buffer` is the next collective.
 
+        If they first agree on a collective that another rank needs, this method takes part in it, and then waits again.
         The host waits for the other ranks. The caller must then issue the all-gather. Collective: meanwhile, every
         other rank must call `before_gather`, `before_reduction` or `finish`. Returns immediately if the buffer needs no
-        collective now (for example, because it is unsharded), or was not registered.
+        collective now (for example, because it is unsharded), or if it belongs to no model whose ranks may run
+        different blocks.
 
         Args:
             buffer: the flat buffer to be gathered.
-            entry: the kind of pass in which the buffer is needed: FORWARD, EVALUATION or BACKWARD. These constants are
-                entries of the collective log, by which the ranks notice if they are in different kinds of passes.
+            entry: the kind of pass in which the buffer is needed: FORWARD, EVALUATION or BACKWARD. This constant is
+                written to the collective log (the list of operations that the ranks compare), so that ranks notice if
+                they are in different kinds of passes.
         """
         requests = self._requests.get(buffer.number)
         if requests is not None and buffer.needs_collective:

@@ -211,9 +211,9 @@ class ForwardPass:
 class ForwardDepth:
     """A context manager that counts the forwards that are running now, one inside another.
 
-    The outermost forward of a model, each forward of a block, and recomputations run in it. The forward of a model that
-    another forward calls is not counted again. The count shows whether a forward is running. For example, reading a
-    root parameter (one outside blocks) all-gathers it only in a forward or a backward.
+    The outermost forward of a model, each forward of a block, and recomputations run in it. A forward of a model inside
+    another model's forward does not. The count shows whether a forward is running: outside forwards, for example,
+    reading a root parameter (one outside blocks) does not all-gather it, unless a backward is running.
 
     Attributes:
         depth: the number of the counted forwards that are running; 0 if no forward is running.
@@ -422,8 +422,8 @@ class Schedule:
     def add_reader(self, reader: OnDemandGather) -> None:
         """Register that the running forward pass reads the root parameters (outside blocks) that `reader` all-gathers.
 
-        The forward pass reshards them at its end if no backward will follow, and otherwise prepares them for the
-        backward.
+        If no backward will follow, the forward pass reshards them at its end. Otherwise, the beginning of the backward
+        starts to all-gather those that it needs again.
         """
         if self.running is not None:
             self.running.add_reader(reader)

@@ -142,7 +142,8 @@ class PeerReduction(Reduction):
 
     # [Note: meetings of reductions]
     # A meeting is an all-reduce of one element. It completes on no rank before the streams of all ranks have reached
-    # it. Each rank has S >= 2 mailboxes, and reduction k uses mailbox k mod S. Two streams put the work in order:
+    # it. A mailbox is memory of a rank into which the other ranks copy their gradients. Each rank has S >= 2 of them,
+    # and reduction k uses mailbox k mod S. Two streams put the work in order:
     # * `_pushing` starts the copies of reduction k. It first waits for the work that was queued on the current stream
     #   when `send` was called, which computes the gradients. It also waits for meeting k-S+1, after which no rank reads
     #   the mailboxes k mod S any longer.
@@ -154,8 +155,9 @@ class PeerReduction(Reduction):
     #   both are on the stream `_adding`, in this order. So after meeting k+1 no rank reads its mailbox k mod S. The
     #   next copies into it belong to reduction k+S and wait for that meeting. (With S = 1 they would wait for their own
     #   meeting, which waits for them.)
-    # * Autograd's gradients are not freed before `PendingReduce.wait`. The shard and the running sum are allocated on
-    #   the current stream before `send`, written after it, and read after `wait`.
+    # * No memory is reused while a stream still needs it. Autograd's gradients, which `_pushing` copies, are not freed
+    #   before `PendingReduce.wait`. The results (the shard of the mean, and the running sum of several backwards) are
+    #   allocated on the current stream before `send`. `_adding` writes them, and they are read after `wait`.
 
     def __init__(
         self,

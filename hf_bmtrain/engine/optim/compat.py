@@ -341,7 +341,7 @@ def _move_local(optimizer: Any, group: dict, values: torch.Tensor, gradients: li
 
 
 def _movement(optimizer: Any, group: dict, start: torch.Tensor, gradients: list[torch.Tensor]) -> torch.Tensor:
-    """Return by how much a new optimizer changes the weights `start`, in one step for each gradient.
+    """Return the total change of the weights `start` after a new optimizer has made one step for each gradient.
 
     Such changes are compared to find out whether an optimizer can update sharded parameters.
 

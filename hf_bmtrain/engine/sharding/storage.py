@@ -327,7 +327,7 @@ class StorageKind:
 
     @property
     def parameter_class(self) -> type[DistributedParameter] | None:
-        """The class of the local parameters in flat buffers of this kind, or None for DistributedParameter itself."""
+        """The class of the local parameters in flat buffers with this storage. None stands for DistributedParameter."""
         return None
 
 

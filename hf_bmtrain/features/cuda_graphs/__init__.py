@@ -194,7 +194,7 @@ def _check_torch() -> None:
     if top_saved_tensors_hooks is None:
         raise RuntimeError(
             f"CUDA graphs need torch 2.7 or newer, but this is torch {torch.__version__}, which cannot tell whether "
-            "saved-tensor hooks are active around a block. Compile the blocks without them."
+            "saved-tensor hooks are active around a block. Install a newer torch, or compile the blocks without graphs."
         )
 
 
@@ -218,7 +218,8 @@ def _refuse(block: BlockState, requested: str) -> None:
         return
     raise ValueError(
         f"torch.compile cannot record CUDA graphs of these blocks, as {requested!r} requests, because {reason}. "
-        "Compile them without: leave out the mode, or use 'max-autotune-no-cudagraphs' instead of 'max-autotune'."
+        "Compile the blocks without CUDA graphs: leave out this mode or option. Instead of 'max-autotune', use "
+        "'max-autotune-no-cudagraphs'."
     )
 
 

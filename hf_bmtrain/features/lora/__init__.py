@@ -54,7 +54,11 @@ class Lora(Extension):
                     vars(module)["_bmt_name"] = name
         split = sum(split_adapters(block.modules()) for block in chosen)
         if split and plan.world.rank == 0:
-            _log.info("LoRA adapters on %d weights of experts are computed without copies of these weights", split)
+            _log.info(
+                "LoRA adapters on %d weights of experts are applied to activations. Adding them to copies of these "
+                "weights instead would take more memory",
+                split,
+            )
             for name, module in plan.model.named_modules():
                 if isinstance(module, SplitWrapper):
                     vars(module)["_bmt_name"] = name

@@ -147,18 +147,20 @@ def _parts(values: Tensor) -> tuple[Tensor, Tensor]:
 def add_products(y: Tensor, us: list[Tensor], factors: list[Tensor], scalings: list[float], split: bool) -> Tensor:
     """Return y + Σ scaling · u @ factor, the sum over all adapters of a layer.
 
-    In the forward, y is the output of the frozen layer, u = x Aᵀ, and the factor is Bᵀ. In the backward, y is the
-    gradient of x without these adapters, u = s dy B with the adapter's scaling s, and the factor is A. y is changed in
-    place, except in compiled code.
+    In the forward, y is the output of the frozen layer, u = x Aᵀ, and the factor is Bᵀ. In the backward, y is the part
+    of x's gradient that comes from the frozen layer, u = s dy B with the adapter's scaling s, and the factor is A. y is
+    changed in place, except in compiled code.
+
+    With `split`, each float32 matrix is represented by a sum of bfloat16 matrices. Then u has 4 r columns, the factor
+    has 4 r rows, and u includes s in the forward, too.
 
     Args:
         y: (rows, width).
         us: for each adapter, the tensor u, (rows, r), as returned by `enter`. With `split`, its shape is (rows, 4 r).
         factors: for each adapter, the matrix by which u is multiplied, (r, width), as returned by `factors_of`. With
             `split`, (4 r, width).
-        scalings: for each adapter, s if u does not include it, and otherwise 1. u includes s in the backward, and if
-            the adapter is split (`Adapter.split`).
-        split: whether all adapters are split: their float32 matrices are represented by sums of bfloat16 matrices.
+        scalings: for each adapter, the factor that u lacks: s in the forward without `split`, and otherwise 1.
+        split: whether all adapters are split (`Adapter.split`).
     """
     if split and len(us) > 1:
         # Compute one product for all adapters, so that y is rounded once. It needs a single scaling, which is 1: u

@@ -217,9 +217,9 @@ class AutoCheckpoint(Recompute):
         given = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         views = [view for buffer in self.block.buffers for view in buffer.storage.memory().gathered]
         # SavedBytes counts the bytes that the device needs only because the block keeps its activations. It does not
-        # count full parameters and inputs (`held` and `views`), which a recomputed block needs too. One exception: with
-        # offload_activations, the inputs of a recomputed block that require a gradient (usually the hidden states) wait
-        # for backward in host memory, so such inputs are counted.
+        # count inputs (`held`) and full parameters (`views`), which a recomputed block needs too. One exception: with
+        # offload_activations (`block.inputs` is not None), the inputs of a recomputed block that require a gradient
+        # (usually the hidden states) wait for backward in host memory, so such inputs are counted.
         held = [tensor for tensor in given if self.block.inputs is None or not tensor.requires_grad]
         saved, meter = SavedBytes([*held, *views]), AttentionMeter()
         device = next((tensor.device for tensor in (*given, *views)), torch.device("cpu"))

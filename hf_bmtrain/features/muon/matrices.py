@@ -83,7 +83,7 @@ class Matrix:
 
     @cached_property
     def counts(self) -> list[int]:
-        """For each rank, the number of elements of the matrix that this rank stores.
+        """The number of elements of the matrix that each rank stores, in the order of ranks.
 
         In the flattened matrix, the elements of rank 0 come first, then those of rank 1, and so on. The numbers are the
         sizes of the messages by which the owner of the matrix receives all elements, and returns the results.

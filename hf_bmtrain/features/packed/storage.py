@@ -296,10 +296,10 @@ def _told(parameter: DistributedParameter | ShardTensor) -> str:
 
 
 def _unpack(parameter: QuantizedParameter) -> ShardTensor:
-    """Return this rank's elements of `parameter`, unpacked into new memory."""
+    """Return this rank's elements of `parameter` in its dtype (not as quantized codes), in new memory."""
     return UnpackedSlice.of(parameter.part, parameter.placement)
 
 
 def _unpacked(value: torch.Tensor) -> torch.Tensor:
-    """Return this rank's unpacked elements if `value` is a quantized parameter, else `value` itself."""
+    """Return `value`. If it is a quantized parameter, return this rank's elements in the parameter's dtype instead."""
     return _unpack(value) if isinstance(value, QuantizedParameter) else value

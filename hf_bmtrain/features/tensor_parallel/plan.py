@@ -224,12 +224,13 @@ def _check(name: str, module: torch.nn.Module, dim: int, parts: int) -> None:
 
 
 def _split(module: Any, dim: int) -> None:
-    """Split a linear layer: replace its weight and bias by this rank's parts of rank 0's weight and bias.
+    """Split a linear layer: replace its weight and bias by this rank's parts of them, with the values of rank 0.
 
-    Collective: every rank must call it. Also register a hook that communicates with the other ranks of the group: with
-    `dim` 0, it sums the gradients of the input in the backward; with `dim` 1, it sums the outputs in the forward.
+    Collective: every rank must call it. Also register a hook that communicates with the other ranks of this rank's
+    tensor-parallel group: with `dim` 0, it sums the gradients of the input in the backward; with `dim` 1, it sums the
+    outputs in the forward.
 
-    module: the layer.
+    module: the layer. With `dim` 1, it has no bias (which the sum would add several times).
     dim: the dimension of the weight that is split: 0 for output features, 1 for input features.
     """
     world, grid = current_world(), current_world().grid

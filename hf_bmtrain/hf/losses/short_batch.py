@@ -319,11 +319,12 @@ def _loss_of_pairs(trainer: Any, model: Any, inputs: Any, left: int, world: Worl
     """Return the mean loss of the last evaluation batch without the pairs that Accelerate repeated to fill it up.
 
     A pair is, for example, a chosen and a rejected answer. Returns None if `inputs` are not pairs. Collective: every
-    rank must call it. Each rank computes the loss of one pair at a time, because the trainer gathers tensors that must
-    have the same shape on all ranks.
+    rank must call it. Each rank passes one pair at a time to the trainer. Without the repeated pairs, ranks would have
+    different numbers of pairs, but the trainer gathers tensors that must have the same shape on all ranks. So ranks
+    compute the losses of repeated pairs, too, but leave them out of the mean.
 
     inputs: this rank's part of the batch.
-    left: the number of pairs on all ranks without repeated pairs. These pairs come first, in rank order.
+    left: the number of pairs that are not repeated, on all ranks together. In rank order, they come before the others.
     """
     size = _rows_of_rank(trainer)
     pairs = [_pair(inputs, row, size) for row in range(min(size, left))]

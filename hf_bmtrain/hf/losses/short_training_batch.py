@@ -255,7 +255,8 @@ def _ignores_count(trainer: transformers.Trainer) -> bool:
     if not isinstance(code, CodeType):
         return False
     parameters = inspect.signature(method).parameters
-    # Trainer passes the number by its name, so a method without this parameter gets it in `**kwargs`.
+    # Trainer passes the number of labels as the keyword argument COUNT (num_items_in_batch). A method without this
+    # parameter gets it in `**kwargs`.
     others = [name for name, each in parameters.items() if each.kind is each.VAR_KEYWORD]
     name = COUNT if COUNT in parameters or not others else others[0]
     for instruction in dis.get_instructions(code):

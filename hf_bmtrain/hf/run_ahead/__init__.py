@@ -56,8 +56,9 @@ class RunAhead:
                 "the copy of each batch (its data loader is not a plain DataLoader that Accelerate has prepared)"
             )
         else:
-            # These methods run between the copy of a mask and the forward. If the program has its own, it could write
-            # to the mask in a way that torch does not notice. So masks are then not noted, and the forward reads them.
+            # These methods run after an attention mask was copied to the GPU, and before the forward. One that the
+            # program has overridden could write to the mask in a way that torch does not notice. Then do not rely on
+            # what the mask was before the copy (`note_masks`): the forward reads it on the GPU, and the host waits.
             own = _own(trainer, ["get_batch_samples", "training_step", "_prepare_inputs", "compute_loss"])
             self._parts.append(BatchCopies(loader, note_masks=not own))
             if own:

@@ -55,9 +55,8 @@ class OnDemandGather:
         self._watched = False
         self.unwatched = False
         self._passes = 0  # forward passes with gradients that have read the parameters since the last backward
-        self._read_elsewhere = (
-            False  # whether `note_read` or `count_pass` has found that gradients may come at any time
-        )
+        # Whether a read was noted whose gradient may come at any time in a backward (`note_read`, `count_pass`).
+        self._read_elsewhere = False
         self._sent = False  # whether the running backward has started the reduction
 
     @classmethod

@@ -382,19 +382,20 @@ class Schedule:
         if uneven:
             self.shards.publish()
         begun = ForwardPass(self._enter_pass, self.negotiation if uneven else None)
+        # The module whose Order is used and renewed, or None.
+        ordered = module if torch.is_grad_enabled() and not uneven else None
         if module is not None:
             begun.module = weakref.ref(module)
-        orders = module is not None and torch.is_grad_enabled() and not uneven
-        if orders:
-            begun.expected = self._orders.get(module)
+        if ordered is not None:
+            begun.expected = self._orders.get(ordered)
         outer, self.running = self.running, begun
         try:
             with self.inside:
                 yield begun
                 if uneven:
                     self.negotiation.finish(begun.entry)
-            if orders and begun.first is not None:
-                self._orders[module] = Order(begun.first, begun.calls, [*begun.tail])
+            if ordered is not None and begun.first is not None:
+                self._orders[ordered] = Order(begun.first, begun.calls, [*begun.tail])
         finally:
             self.running = outer
             for reader in begun.prefetched:

@@ -20,6 +20,7 @@ from transformers import (
 
 import hf_bmtrain as bmt
 from cases import in_full
+from hf_bmtrain.features import masks
 from hf_bmtrain.hf.run_ahead import RunAhead
 from hf_bmtrain.hf.run_ahead.batches import BatchCopies
 from host_reads import Reads
@@ -70,7 +71,8 @@ def make_trainer(folder, model, ours, kind="none", cls=Trainer, callbacks=(), **
     )  # fmt: skip
     if ours:
         wrapped = any(isinstance(module, bmt.CheckpointBlock) for module in model.modules())
-        model = model if wrapped else bmt.auto_wrap(model)
+        with mock.patch.object(masks, "_reads_wait", return_value=True):  # as on a GPU
+            model = model if wrapped else bmt.auto_wrap(model)
     callbacks = [*([bmt.hf.BMTrainCallback()] if ours else []), *callbacks]
     return cls(model, arguments, train_dataset=rows(kind), eval_dataset=rows(kind)[:4], callbacks=callbacks)
 
@@ -225,7 +227,8 @@ class Stop(TrainerCallback):
 
 def trained_again(folder):
     before = masking_utils._preprocess_mask_arguments
-    model = bmt.auto_wrap(llama("sdpa"))
+    with mock.patch.object(masks, "_reads_wait", return_value=True):
+        model = bmt.auto_wrap(llama("sdpa"))
 
     def hooks():
         return [len(module._forward_pre_hooks) for module in model.modules()]

@@ -51,12 +51,12 @@ class Masks(Extension):
     """The part of `auto_wrap` that lets models of transformers make attention masks without reading tensors on the GPU.
 
     It has no option. It adds hooks to the forwards of the model and of the models inside it, if they are models of
-    transformers.
+    transformers. On the CPU, where reading a tensor does not make the host wait, it does nothing.
     """
 
     def connect(self, plan: WrapPlan) -> None:
         transformers: Any = sys.modules.get("transformers.modeling_utils")
-        if transformers is None:
+        if transformers is None or not _reads_wait(plan.world.device):
             return
         models = [each for each in plan.model.modules() if isinstance(each, transformers.PreTrainedModel)]
         # Leave out models that already have the hooks, from an earlier call of `auto_wrap`.
@@ -78,6 +78,11 @@ class Masks(Extension):
             hook = _Forward(original)
             model.register_forward_pre_hook(hook.begin, prepend=True, with_kwargs=True)
             model.register_forward_hook(hook.end, always_call=True)
+
+
+def _reads_wait(device: torch.device) -> bool:
+    """Return whether the host waits for `device` when it reads a tensor there."""
+    return device.type != "cpu"
 
 
 class _Forward:

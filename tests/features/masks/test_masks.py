@@ -36,8 +36,14 @@ def llama() -> LlamaForCausalLM:
 
 
 def hooked(model):
-    masks.Masks().connect(SimpleNamespace(model=model, world=SimpleNamespace(rank=0)))
+    """The model with the hooks that it would have on a GPU."""
+    masks.Masks().connect(SimpleNamespace(model=model, world=SimpleNamespace(rank=0, device=torch.device("cuda"))))
     return model
+
+
+def wrapped_as_on_a_gpu(model):
+    with mock.patch.object(masks, "_reads_wait", return_value=True):
+        return bmt.auto_wrap(model)
 
 
 # -- models ---------------------------------------------------------------------------------------------------------
@@ -45,7 +51,7 @@ def hooked(model):
 
 def reads_of_a_loop(wrapped):
     """How often masks are made by reading: in training, evaluation, and with packed rows."""
-    model = bmt.auto_wrap(llama()) if wrapped else llama()
+    model = wrapped_as_on_a_gpu(llama()) if wrapped else llama()
     found = []
     with Reads() as counted:
         model(TOKENS, labels=TOKENS, use_cache=False).loss.backward()
@@ -69,11 +75,19 @@ def added_by_a_second_call():
     def count():
         return sum(masks._is_own(hook) for each in model.modules() for hook in each._forward_pre_hooks.values())
 
-    model = bmt.auto_wrap(llama())
+    model = wrapped_as_on_a_gpu(llama())
     before = count()
     model.model.layers[0].mlp.added = torch.nn.Linear(2, 2)
-    bmt.auto_wrap(model)
+    wrapped_as_on_a_gpu(model)
     return before, count()
+
+
+def hooks_on_the_cpu():
+    return sum(map(masks._is_own, bmt.auto_wrap(llama())._forward_pre_hooks.values()))
+
+
+def test_there_are_none_on_the_cpu(world) -> None:
+    assert world(1)(hooks_on_the_cpu) == [0]
 
 
 def test_hooks_are_added_once(world) -> None:

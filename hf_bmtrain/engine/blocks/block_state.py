@@ -109,7 +109,7 @@ class BlockState:
         self.schedule.discard_failed_backward()
         running = self.schedule.running
         if running is not None:
-            self.schedule.begin_block(running, self)
+            running.begin_block(self)
         training = torch.is_grad_enabled()
         if training:
             self._recomputed = self.recompute.recomputes(args, kwargs, self.pending)
@@ -132,7 +132,7 @@ class BlockState:
             if not differentiable:
                 self.reshard()
             if running is not None:
-                running.tail.clear()  # so that it finally lists only what was read after the last block
+                running.end_block()
         if self.zero_level == 3 and differentiable:
             self.schedule.leave_unsharded(self)
         return tuple(outputs) if self.lists_as_tuples and type(outputs) is list else outputs

@@ -92,7 +92,8 @@ class ForwardPass:
         expected: the Order of the last forward of the same module, by which this one prefetches; None if it is unknown.
         first: the block that this forward called first; None before.
         calls: the number of calls of blocks so far.
-        last: the block that was called last; None if none of its outputs requires a gradient.
+        last: the block that was called last, if an output of it requires a gradient. None otherwise, while a block is
+            running, and once a backward has reached it (see `Schedule.send_tail`).
         tail: {OnDemandGather: None} of the flat buffers of root parameters that were first read after the last call of
             a block, such as those of the final norm and the head.
         prefetched: the OnDemandGathers whose flat buffers were prefetched because they are in the tail of `expected`.
@@ -117,6 +118,16 @@ class ForwardPass:
         self._first_node = next_node()
 
     # -- forward ------------------------------------------------------------------------------------------------
+
+    def begin_block(self, block: BlockState) -> None:
+        """Note that the forward is about to call `block`."""
+        if self.first is None:
+            self.first = block
+        self.calls, self.last = self.calls + 1, None
+
+    def end_block(self) -> None:
+        """Note that the call of a block has ended. Parameters that were read before are not read after the last one."""
+        self.tail.clear()
 
     def add_reader(self, reader: OnDemandGather) -> None:
         """Register that the forward reads the root parameters (those outside blocks) that `reader` all-gathers."""
@@ -491,12 +502,6 @@ class Schedule:
             uneven = any(each.negotiation is not None for passes in self._passes.values() for each in passes)
             return BACKWARD if uneven else None
         return None if self.running is None or self.running.negotiation is None else self.running.entry
-
-    def begin_block(self, running: ForwardPass, block: BlockState) -> None:
-        """Note that the running forward is about to call `block`."""
-        if running.first is None:
-            running.first = block
-        running.calls, running.last = running.calls + 1, None
 
     def prefetch_first(self) -> None:
         """Start the all-gathers of the block that the running forward will probably call first.

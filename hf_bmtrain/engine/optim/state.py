@@ -22,7 +22,7 @@ from .runs import stored_numel
 _log_once = functools.cache(logging.getLogger("hf_bmtrain").warning)
 _QUANTIZED = "__bnb_optimizer_quant_state__"
 _BLOCKWISE = {"absmax1", "absmax2", "qmap1", "qmap2"}
-"""The names of scales and lookup tables in the state of 8-bit optimizers of bitsandbytes.
+"""The names of scales and lookup tables in the state of other packages' 8-bit optimizers.
 
 Unlike moments, they are not laid out like the parameters.
 """

@@ -136,7 +136,7 @@ class UnbornLogits:
 
         size_average, reduce: deprecated arguments, always None here (see `_is_usual_loss`).
         """
-        # The placeholder is cap * tanh(scale * x) for x = head(hidden), and `linear_cross_entropy` computes
+        # The logits are cap * tanh(scale * x) for x = head(hidden), and `linear_cross_entropy` computes
         # softcap * tanh(y / softcap). Both are equal for softcap = cap and y = factor * x with factor = scale * cap.
         # Without a cap, the factor is `scale`.
         factor, bias = self._scale * (self._cap or 1.0), self._head._parameters["bias"]

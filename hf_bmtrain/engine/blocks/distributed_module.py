@@ -39,10 +39,14 @@ def _let_out(module: DistributedModule, group: Sequence[OnDemandGather], inputs:
 
     Args:
         module: the module, whose forward has ended.
-        group: the OnDemandGathers of its parameters. Each unshards and frees one flat buffer.
+        group: the OnDemandGathers of its parameters. Each unshards and frees one flat buffer. There are no views of
+            those that the forward has not read.
         inputs: the arguments of the forward.
         outputs: its return value. If objects in it cannot be searched, the parameters are kept.
     """
+    group = [gather for gather in group if gather.read_inside]
+    if not group:
+        return
     seen: set[int] = set()
     strange: list[Any] = []
     found = [outputs] if type(outputs) is torch.Tensor else [*tensors_in((outputs,), seen, strange, constants=True)]

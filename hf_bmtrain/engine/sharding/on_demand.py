@@ -46,6 +46,7 @@ class OnDemandGather:
         unwatched: whether, in this forward pass, the buffer was read outside `watch`, or code outside `watch` may have
             views of its parameters. `read` sets the attribute in the first case. In the second case, the code that lets
             views out of the context must set it before the context ends.
+        read_inside: whether the buffer was read since the current or last context `watch` began.
     """
 
     def __init__(self, schedule: Schedule, buffer: ShardedBuffer) -> None:
@@ -53,7 +54,7 @@ class OnDemandGather:
         self._parameters = weakref.WeakKeyDictionary[torch.nn.Module, dict[int, torch.nn.Parameter]]()
         self._saved = weakref.WeakSet[_Saved]()
         self._watched = False
-        self.unwatched = False
+        self.unwatched = self.read_inside = False
         self._passes = 0  # forward passes with gradients that have read the parameters since the last backward
         # Whether a read was noted whose gradient may come at any time in a backward (`note_read`, `count_pass`).
         self._read_elsewhere = False
@@ -126,6 +127,7 @@ class OnDemandGather:
         self._schedule.prefetch_first()
         self._buffer.wait()
         self.unwatched |= not self._watched
+        self.read_inside = True
         own, index = self._parameters.setdefault(reader, {}), sharded.index
         if index not in own:
             own[index] = self._readable(index)
@@ -307,10 +309,10 @@ def watch(group: Sequence[OnDemandGather]) -> Iterator[None]:
     context if it has no children and gradients are enabled.
 
     At the end of the context, the full parameters of a flat buffer are freed if all of the following hold: autograd has
-    saved no view of them, they were read only inside `watch`, and only one module has ever read parameters of this
-    buffer. (Other modules may soon read them again, as with tied weights.) Views that autograd has not saved then
-    become invalid. So if code outside the context may have such views, for example in the outputs of the module,
-    `unwatched` of their OnDemandGather must be set to True before the context ends; nothing is freed then.
+    saved no view of them, they were read in this context and never outside `watch`, and only one module has ever read
+    parameters of this buffer. (Other modules may soon read them again, as with tied weights.) Views that autograd has
+    not saved then become invalid. So if code outside the context may have such views, for example in the outputs of the
+    module, `unwatched` of their OnDemandGather must be set to True before the context ends; nothing is freed then.
 
     If contexts for the same buffer are nested, its parameters are freed only at the end of the outer one, whose code
     may still have views.
@@ -343,7 +345,7 @@ def watch(group: Sequence[OnDemandGather]) -> Iterator[None]:
 
     begun = [gather for gather in group if not gather._watched]
     for gather in begun:
-        gather._watched = True
+        gather._watched, gather.read_inside = True, False
     try:
         with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
             yield
@@ -351,5 +353,6 @@ def watch(group: Sequence[OnDemandGather]) -> Iterator[None]:
         for gather in begun:
             gather._watched = False
     for gather in begun:
-        if len(gather._parameters) == 1:
+        # A buffer that was not read may have been gathered ahead, for a read that follows.
+        if gather.read_inside and len(gather._parameters) == 1:
             gather._release_if_unneeded()

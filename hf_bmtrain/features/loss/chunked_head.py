@@ -66,7 +66,8 @@ class ChunkedHead:
     computed in chunks of rows, so that the full logits are never in memory.
 
     The layer returns the placeholder only while the attribute `_bmt_armed` is True, which is during a training forward
-    with labels. Otherwise it returns logits.
+    with labels. Otherwise it returns logits. Called with a second argument, a function of hidden states, weight and
+    bias, it returns the result of this function: the placeholder computes the loss by such a call.
 
     If the model applies an unsupported operation to the returned object, the full logits are computed. The first time,
     a warning is logged and the layer's attribute `_bmt_warned` is set to True, so that the warning is not repeated.
@@ -81,7 +82,9 @@ def _chunked_class(cls: Any) -> type:
     """Return a subclass of ChunkedHead and `cls`, which replaces `cls` as the class of a model's output layer."""
 
     @functools.wraps(cls.forward)
-    def forward(self, hidden):
+    def forward(self, hidden, loss=None):
+        if loss is not None:
+            return loss(hidden, self.weight, self.bias)
         if self._bmt_armed and isinstance(hidden, torch.Tensor):
             return UnbornLogits(self, functools.partial(cls.forward, self), hidden)
         return cls.forward(self, hidden)
@@ -139,21 +142,17 @@ class UnbornLogits:
         # The logits are cap * tanh(scale * x) for x = head(hidden), and `linear_cross_entropy` computes
         # softcap * tanh(y / softcap). Both are equal for softcap = cap and y = factor * x with factor = scale * cap.
         # Without a cap, the factor is `scale`.
-        factor, bias = self._scale * (self._cap or 1.0), self._head._parameters["bias"]
-        # To multiply x by `factor`, multiply the hidden states by it. A bias would have to be multiplied, too, but this
-        # rank may have only a shard of it here. So compute the full logits in this case.
-        if factor != 1 and bias is not None:
-            logits = self._born("a factor, which also scales the bias of its head,")
-            return F.cross_entropy(logits, target, weight, **options)
-        return linear_cross_entropy(
-            self._hidden if factor == 1 else self._hidden * factor,
-            self._head._parameters["weight"],  # unlike `.weight`, this does not all-gather it yet
-            target,
-            bias,
-            class_weight=weight,
-            softcap=self._cap or 0.0,
-            **options,
-        )
+        factor = self._scale * (self._cap or 1.0)
+
+        def loss(hidden: torch.Tensor, head: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+            if factor != 1:
+                hidden, bias = hidden * factor, None if bias is None else bias * factor
+            return linear_cross_entropy(
+                hidden, head, target, bias, class_weight=weight, softcap=self._cap or 0.0, **options
+            )
+
+        # Computed in a call of the head, so that its parameters are gathered, freed and reduced as usual.
+        return self._head(self._hidden, loss)
 
     @classmethod
     def __torch_function__(cls, function, types, args=(), kwargs=None):

@@ -8,6 +8,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 import hf_bmtrain as bmt
+import tiny_models
 from hf_bmtrain.engine.sharding.buffer import ShardedBuffer
 from hf_bmtrain.engine.sharding.gradient import GradientBuffer
 from hf_bmtrain.engine.wrap import root_params
@@ -142,6 +143,47 @@ def fused(model, given, states):
     if isinstance(weight, bmt.DistributedParameter):
         return bmt.loss.linear_cross_entropy(states, weight, targets)
     return torch.nn.functional.cross_entropy(states @ weight.t(), targets)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@on_ranks(2)
+def test_the_head_of_a_fused_causal_loss(tied):
+    """It is gathered beside the last block, freed in the forward, and reduced early unless it is the embedding too."""
+    torch.manual_seed(0)
+    plain = tiny_models.build("llama", tied=tied)
+    model, events = copy.deepcopy(plain), []
+    with mock.patch.object(root_params, "OWN_BUFFER_NUMEL", 1):
+        bmt.auto_wrap(model)
+    assert bmt.hf.fuse_causal_loss(model)
+    head, last = model.lm_head._parameters["weight"].buffer, model.model.layers[-1]
+    block = next(parameter.buffer for parameter in last.parameters())
+    last.register_forward_hook(lambda *_: events.append("block"))
+    gather, send = ShardedBuffer.gather, GradientBuffer.send
+
+    def noting(buffer):
+        if buffer is head and not buffer.is_unsharded:
+            events.append("gather")
+        gather(buffer)
+
+    def noting_send(gradient):
+        if gradient in (head.gradient, block.gradient):
+            events.append("send head" if gradient is head.gradient else "send block")
+        send(gradient)
+
+    with mock.patch.object(ShardedBuffer, "gather", noting), mock.patch.object(GradientBuffer, "send", noting_send):
+        for step in range(2):
+            del events[:]
+            loss = model(**tiny_models.batch("llama", 2 * step + bmt.rank())).loss
+            assert head.is_unsharded == tied
+            loss.backward()
+            assert not head.is_unsharded
+            for rank in range(2):
+                (plain(**tiny_models.batch("llama", 2 * step + rank)).loss / 2).backward()
+    assert events == (
+        ["gather", "block", "send block", "send head"] if tied else ["gather", "block", "send head", "send block"]
+    )
+    for ours, theirs in zip(model.parameters(), plain.parameters()):
+        torch.testing.assert_close(ours.gather_gradient(), theirs.grad)
 
 
 @on_ranks(1, 2)

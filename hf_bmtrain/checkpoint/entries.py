@@ -377,6 +377,10 @@ class LoadedState:
         self._state = {numbers[name]: dict(values) for name, values in others.items()}
         self._places: dict[torch.Tensor, dict[str, torch.Tensor]] = {}
         if names and isinstance(optimizer, AdamOptimizer):
+            saved: dict[Any, set[str]] = {}
+            for name, what in names:
+                saved.setdefault(parameters[name], set()).add(what)
+            optimizer.expect_state(self._groups, saved)
             places = optimizer.allocate_state({"state": self._state, "param_groups": self._groups})
             # For bfloat16 weights, AdamOptimizer stores float32 master weights on CPUs, but on GPUs only residuals (the
             # differences between masters and weights). If the checkpoint contains the other kind, `target` returns

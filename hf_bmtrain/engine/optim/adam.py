@@ -22,6 +22,7 @@ from .runs import (
     RunState,
     StateTensors,
     adopt,
+    has_codes,
     index_bases,
     neighbours,
     same_members,
@@ -31,6 +32,7 @@ from .runs import (
 )
 from .state import check_state, copy_full_state, full_facts, load_state, own_part, save_state
 
+START_ANEW = "To start with new optimizer state, do not load this one: bmt.load_state(folder, model) loads the weights."
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
@@ -374,12 +376,6 @@ class AdamOptimizer(torch.optim.Optimizer):
             tensors.append(StateTensors(stored, exp_avg, torch.zeros_like(weights, dtype=torch.float32)))
         return tensors
 
-    def __setstate__(self, state: dict) -> None:
-        super().__setstate__(state)
-        for group in self.param_groups:  # a loaded state of torch's AdamW does not have these settings
-            for name in ("hold_steps", "decoupled"):
-                group.setdefault(name, self.defaults[name])
-
     def __deepcopy__(self, memo: dict[int, Any]) -> AdamOptimizer:
         """Return an optimizer over deep copies of the parameters. The copies and their state are full, not sharded.
 
@@ -463,12 +459,14 @@ class AdamOptimizer(torch.optim.Optimizer):
 
         Args:
             state_dict: this rank's state, from its own `state_dict()`; or, on every rank, the same full state, from
-                `state_dict(gather=True)` or from torch's AdamW. Each rank takes its elements of a full state.
+                `state_dict(gather=True)` or from torch's AdamW. Each rank takes its elements of a full state. Settings
+                that its parameter groups lack, such as "decoupled", do not change.
 
         Raises:
             TypeError: `state_dict` is not a dict.
             ValueError: `state_dict` lacks "state" or "param_groups", or does not fit the parameters, or was saved with
-                `maximize` or `amsgrad`.
+                `maximize` or `amsgrad`, or by an optimizer that is not AdamW. In a MuonOptimizer also: a group that
+                Muon updates was saved as one of AdamW, or the other way round. The optimizer does not change then.
             RuntimeError: the ranks pass different results of `state_dict(gather=True)`.
         """
         check_state(state_dict)
@@ -523,11 +521,13 @@ class AdamOptimizer(torch.optim.Optimizer):
 
     def _load(self, state_dict: dict, copied: bool) -> None:
         groups = state_dict["param_groups"]
+        keys = [key for group in groups for key in group["params"]]
+        mine = [parameter for group in self.param_groups for parameter in group["params"]]
+        names = {p: {*state_dict["state"].get(key, {})} - {"step"} for key, p in zip(keys, mine)}
+        groups = self.expect_state(groups, names)
         _refuse_unsupported(groups)
         self._finish()
         super().load_state_dict({"state": {}, "param_groups": groups})
-        keys = [key for group in groups for key in group["params"]]
-        mine = [parameter for group in self.param_groups for parameter in group["params"]]
         given = [(each, *item) for key, each in zip(keys, mine) for item in state_dict["state"].get(key, {}).items()]
         self.loaded_facts = full_facts(given)
         for key, parameter in zip(keys, mine):
@@ -539,6 +539,54 @@ class AdamOptimizer(torch.optim.Optimizer):
                 self.state[parameter][name] = own.detach().to("cpu", dtype, copy=copied)
         self._loaded = {parameter for parameter in mine if parameter in self.state}
         self._states, self._active = [], []
+
+    def expect_state(
+        self, groups: list[dict[str, Any]], names: dict[torch.nn.Parameter, set[str]]
+    ) -> list[dict[str, Any]]:
+        """Raise ValueError if a state to load was saved by another optimizer, whose state this one cannot continue.
+
+        Args:
+            groups: the saved parameter groups.
+            names: {parameter: the names of its saved state tensors, such as "exp_avg"}. Parameters with an empty set
+                have no saved state, which is no error.
+
+        Returns:
+            The groups with all settings of this optimizer's groups (see `_completed`).
+        """
+        groups = self._completed(groups)
+        for number, group in enumerate(self.param_groups):
+            needed = self._moment_names(group)
+            for saved in filter(None, map(names.get, group["params"])):
+                lacking = [name for name in needed if name not in saved]
+                if lacking and not has_codes(saved):
+                    raise ValueError(
+                        f"The state has no {' and no '.join(lacking)} of a parameter in group {number}, but "
+                        f"{', '.join(sorted(saved))}: another optimizer has saved it. {START_ANEW}"
+                    )
+        return groups
+
+    def _moment_names(self, group: dict[str, Any]) -> tuple[str, ...]:
+        """Return the names of the moments in the state of each parameter of `group`."""
+        return ("exp_avg", "exp_avg_sq")
+
+    def _completed(self, groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Return the parameter groups of a state to load, as copies that have all settings of this optimizer's groups.
+
+        The groups of torch's AdamW lack "hold_steps" and "decoupled", which therefore keep their present values. Raises
+        ValueError if a group lacks other settings. If `groups` has another length than this optimizer's groups, it is
+        returned unchanged; torch then raises ValueError.
+        """
+        if len(groups) != len(self.param_groups):
+            return groups
+        for number, group in enumerate(groups):
+            lacking = [name for name in ("lr", "betas", "eps", "weight_decay") if name not in group]
+            if lacking:
+                raise ValueError(
+                    f"Parameter group {number} of the state has no {' and no '.join(lacking)}: another optimizer has "
+                    f"saved it. {START_ANEW}"
+                )
+        names = ("hold_steps", "decoupled")
+        return [{**{name: own[name] for name in names}, **group} for own, group in zip(self.param_groups, groups)]
 
 
 def _refuse_unsupported(groups: Iterable[dict]) -> None:

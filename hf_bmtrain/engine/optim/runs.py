@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any, NamedTuple
@@ -332,12 +332,12 @@ def without_codes(held: ParameterState) -> ParameterState:
     return {"step": others.pop("step"), "exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq, **others}
 
 
-def has_codes(held: ParameterState) -> bool:
+def has_codes(held: Container[str]) -> bool:
     """Return whether the moments in a parameter's optimizer state are stored in 8 bits (as codes).
 
     Such moments must be decoded before they are read as numbers, or copied into float32 moments.
 
-    held: the state, {name: tensor} with the names of `ParameterState`.
+    held: the state, {name: tensor} with the names of `ParameterState`, or only the names.
     """
     return _EIGHT_BITS + Moments._fields[0] in held
 

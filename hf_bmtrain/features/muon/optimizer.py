@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from ...engine.base.arguments import expect_flag, expect_kind, expect_number
-from ...engine.optim.adam import AdamOptimizer, as_number
+from ...engine.optim.adam import START_ANEW, AdamOptimizer, as_number
 from ...engine.optim.runs import Run, StateTensors
 from ...engine.runtime.world import current_world
 from ...engine.sharding.parameter import DistributedParameter
@@ -170,6 +170,21 @@ class MuonOptimizer(AdamOptimizer):
 
     def _of(self, groups: list[dict[str, Any]]) -> MuonOptimizer:
         return type(self)(groups)
+
+    def _moment_names(self, group: dict[str, Any]) -> tuple[str, ...]:
+        return ("momentum_buffer",) if group["muon"] else super()._moment_names(group)
+
+    def _completed(self, groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        groups = super()._completed(groups)
+        for number, (own, group) in enumerate(zip(self.param_groups, groups)):
+            saved = group.setdefault("muon", False)  # groups of AdamW do not have it
+            if saved != own["muon"]:
+                names = {True: "Muon", False: "AdamW"}
+                raise ValueError(
+                    f"Parameter group {number} is updated by {names[own['muon']]}, but its state to load was saved by "
+                    f"{names[saved]}. Create the optimizer with the parameter groups of the saved one. {START_ANEW}"
+                )
+        return groups
 
     # -- runs (adjacent parameters that are updated together) and their state ------------------------------------
 

@@ -1,11 +1,13 @@
 """MuonOptimizer against torch.optim.Muon and AdamW, which step over the full parameters with the same gradients."""
 
+import functools
 from unittest import mock
 
 import pytest
 import torch
 
 import hf_bmtrain as bmt
+from beside_twin import shared_folder
 from cases import full, in_full, pairwise, rows_in_full
 from hf_bmtrain.features.muon import matrices
 from ranks import on_ranks
@@ -323,6 +325,44 @@ def test_refusals():
     for params, options, message in cases:
         with pytest.raises(ValueError, match=message):
             bmt.optim.MuonOptimizer(params, **options)
+
+
+@pytest.mark.parametrize("by", ["a dict", "a checkpoint"])
+@on_ranks(1, 2)
+def test_a_state_of_another_optimizer_is_refused(by):
+    """In both directions, before anything changes. Groups that AdamW updates take the state of any AdamW."""
+    model, folder = bmt.auto_wrap(Tower()), shared_folder()
+    muon = bmt.optim.MuonOptimizer(model, lr=0.01)
+    adam, sgd = (
+        make([{"params": group["params"]} for group in muon.param_groups])
+        for make in (bmt.optim.AdamOptimizer, functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9))
+    )
+    model(ids(0, bmt.rank())).backward()
+    for optimizer in (muon, adam, sgd):
+        optimizer.step()
+    for saved, loaded, message in (
+        (adam, muon, "group 0 is updated by Muon, but its state to load was saved by AdamW"),
+        (muon, adam, "no exp_avg and no exp_avg_sq of a parameter in group 0, but momentum_buffer"),
+        (sgd, adam, "group 0 of the state has no betas and no eps: another optimizer"),
+        (sgd, muon, "group 0 of the state has no betas and no eps: another optimizer"),
+    ):
+        before = loaded.state_dict(gather=True)
+        if by == "a checkpoint":
+            bmt.save_state(folder, model, saved, step=1)
+            load = functools.partial(bmt.load_state, folder, model, loaded)
+        else:
+            load = functools.partial(loaded.load_state_dict, saved.state_dict())
+        with pytest.raises((ValueError, RuntimeError), match=message):
+            load()
+        after = loaded.state_dict(gather=True)
+        assert after["param_groups"] == before["param_groups"]
+        torch.testing.assert_close(after["state"], before["state"], rtol=0, atol=0)
+        loaded.step()
+    others = bmt.optim.MuonOptimizer([{"params": [*model.parameters()], "muon": False, "decoupled": False}])
+    plain = torch.optim.Adam(model.parameters())
+    plain.step()
+    others.load_state_dict(plain.state_dict())
+    assert others.param_groups[0]["decoupled"] is False and others.param_groups[0]["muon"] is False
 
 
 @on_ranks(2)

@@ -33,6 +33,7 @@ from torch.optim.optimizer import _foreach_supported_types as _optimizer_types
 from torch.utils import _foreach_utils
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import CheckpointFunction
 
 _C: Any = torch._C
 _engine: Any = torch.autograd.Variable._execution_engine
@@ -63,6 +64,16 @@ def inside_hooks() -> bool:
     backward. So code that would keep or offload tensors itself asks this first, and leaves the decision to the hooks.
     """
     return top_saved_tensors_hooks is not None and top_saved_tensors_hooks(True) is not None
+
+
+def inside_reentrant_checkpoint() -> bool:
+    """Return whether backward runs the second forward of a torch.utils.checkpoint with use_reentrant=True.
+
+    The first forward runs without gradients. So for autograd the second one is a new forward with a backward of its
+    own, unlike the recomputations of a checkpoint with use_reentrant=False, which only fill in saved tensors. There is
+    no public way to ask which node of the graph backward runs.
+    """
+    return isinstance(_C._current_autograd_node(), CheckpointFunction._backward_cls)  # pyright: ignore
 
 
 functorch_transforms_active: Callable[[], bool] = _C._are_functorch_transforms_active

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from ..base.torch_internals import inside_hooks, top_saved_tensors_hooks
+from ..base.torch_internals import inside_hooks, inside_reentrant_checkpoint, top_saved_tensors_hooks
 from ..sharding.buffer import ShardedBuffer
 from ..sharding.slots import Slot
 from .autograd import enter_backward, leave_backward, uncached_autocast
@@ -102,9 +102,10 @@ class BlockState:
         args, kwargs: the arguments of the forward.
         """
         layer_forward = self.own_forward or layer_forward
-        if self.schedule.in_backward:
+        if self.schedule.in_backward and not inside_reentrant_checkpoint():
             recorded = self.schedule.was_recorded(self)
-            if recorded or (recorded is None and self.pending):
+            # No forward pass records the calls of a reentrant checkpoint's second forward.
+            if recorded or (self.pending and (recorded is None or inside_hooks())):
                 return self._recompute_for_others(layer_forward, args, kwargs)
         self.schedule.discard_failed_backward()
         running = self.schedule.running

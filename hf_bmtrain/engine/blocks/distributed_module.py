@@ -12,7 +12,12 @@ from typing import Any
 import torch
 
 from ..base.arguments import expect_callable, expect_module
-from ..base.torch_internals import disable_compiler, inside_hooks, top_saved_tensors_hooks
+from ..base.torch_internals import (
+    disable_compiler,
+    inside_hooks,
+    inside_reentrant_checkpoint,
+    top_saved_tensors_hooks,
+)
 from ..runtime.world import current_world
 from ..sharding.on_demand import OnDemandGather, watch
 from ..sharding.parameter import DistributedParameter
@@ -172,10 +177,12 @@ class DistributedModule(ShardedModule):
         """Raise RuntimeError if the call of this module during a backward is a forward with a backward of its own.
 
         Its blocks would take it for a recomputation, so gradients would be lost. A recomputation by torch's checkpoint
-        is recognized by its saved-tensor hooks. With use_reentrant=True, it has none, but its first forward ran without
-        gradients, so that the running backward belongs to no forward of this module (see `Schedule.in_backward_of`).
+        is recognized by its saved-tensor hooks. The second forward of a checkpoint with use_reentrant=True has none,
+        but its gradients are not lost, because blocks recognize it.
         """
-        if torch.is_grad_enabled() and top_saved_tensors_hooks is not None and not inside_hooks():
+        if not torch.is_grad_enabled() or inside_reentrant_checkpoint():
+            return
+        if top_saved_tensors_hooks is not None and not inside_hooks():
             if self._schedule.in_backward_of(self):
                 raise RuntimeError(
                     f"A forward of a sharded {type(self).__name__} was called with gradients enabled during a backward "

@@ -75,7 +75,8 @@ class ForwardPass:
     """One forward of the outermost sharded module. It records what the backward of this forward needs.
 
     A block may be called while the backward runs. If it is in `blocks`, the call is a recomputation by a checkpoint
-    around the block. If it is not, the call is a new forward, which has its own backward.
+    around the block. If it is not, or if a reentrant checkpoint calls it, the call is a new forward, which has its own
+    backward.
 
     Args:
         enter: a function that is called with this forward pass when a backward reaches the forward. It returns False if
@@ -601,8 +602,9 @@ class Schedule:
     def was_recorded(self, block: BackwardParticipant) -> bool | None:
         """Return whether `block` was called (see `record`) in the forward to which the running backward belongs.
 
-        If so, a call of the block during this backward is a recomputation. If not, it is a new forward. If a backward
-        runs inside another one, the forwards of both are considered.
+        If so, a call of the block during this backward is a recomputation, except in the second forward of a reentrant
+        checkpoint. If not, it is a new forward. If a backward runs inside another one, the forwards of both are
+        considered.
 
         Returns None if the forward is not known: the block was called outside a sharded model, or backward started from
         an activation that no block computed.

@@ -104,8 +104,10 @@ class BlockState:
         layer_forward = self.own_forward or layer_forward
         if self.schedule.in_backward and not inside_reentrant_checkpoint():
             recorded = self.schedule.was_recorded(self)
-            # No forward pass records the calls of a reentrant checkpoint's second forward.
-            if recorded or (self.pending and (recorded is None or inside_hooks())):
+            # No forward pass records the calls of a reentrant checkpoint's second forward. Another checkpoint that
+            # recomputes them is recognized by its hooks, if torch can tell.
+            hooked = top_saved_tensors_hooks is None or inside_hooks()
+            if recorded or (self.pending and (recorded is None or hooked)):
                 return self._recompute_for_others(layer_forward, args, kwargs)
         self.schedule.discard_failed_backward()
         running = self.schedule.running

@@ -128,6 +128,56 @@ def admit_parameters(model: torch.nn.Module, recognized: Callable[[torch.nn.Para
                 "be lost by sharding (it may be a quantized weight). Load the model in an ordinary dtype such as "
                 "torch.bfloat16."
             )
+    if not simulating:
+        _refuse_common_memory(model)
+
+
+def _refuse_common_memory(model: torch.nn.Module) -> None:
+    """Raise ValueError if two different parameters have elements in common, and one of them is trained.
+
+    One may be a transposed view of the other, as in tied autoencoders. In plain torch, training one changes the other.
+    Sharding would copy them, so that they became independent.
+    """
+    spans = sorted(
+        (*_span(parameter.data), name, parameter)
+        for name, parameter in model.named_parameters()
+        if type(parameter.data) is torch.Tensor and parameter.layout is torch.strided and not parameter.is_meta
+    )
+    for number, (begin, end, name, parameter) in enumerate(spans):
+        for begin_too, _, name_too, parameter_too in spans[number + 1 :]:
+            if begin_too >= end:
+                break
+            trained = parameter.requires_grad or parameter_too.requires_grad
+            if trained and _overlap(parameter.data, parameter_too.data, begin):
+                raise ValueError(
+                    f"auto_wrap: '{name}' and '{name_too}' are different parameters in the same memory, so training "
+                    "one also changes the other. Sharding would untie them. Use one Parameter in both places, or "
+                    "compute the second from the first in the forward, as in F.linear(x, self.first.weight.t())."
+                )
+
+
+def _span(tensor: torch.Tensor) -> tuple[int, int]:
+    """Return the addresses of the first byte of a strided tensor and of the byte after its last one."""
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride()))
+    begin = tensor.data_ptr()
+    return begin, begin + (last + 1) * tensor.element_size() if tensor.numel() else begin
+
+
+def _overlap(first: torch.Tensor, second: torch.Tensor, begin: int) -> bool:
+    """Return whether two tensors whose spans overlap have elements in common. (Columns of one matrix have none.)
+
+    begin: the lower of the two addresses at which they begin.
+    """
+    if first.dtype != second.dtype:
+        return True
+    size = first.element_size()
+    marks = torch.zeros((max(_span(first)[1], _span(second)[1]) - begin) // size, dtype=torch.bool)
+    places = [
+        marks.as_strided(tensor.shape, tensor.stride(), (tensor.data_ptr() - begin) // size)
+        for tensor in (first, second)
+    ]
+    places[0].fill_(True)
+    return bool(places[1].any())
 
 
 def holds_additions(model: torch.nn.Module) -> bool:

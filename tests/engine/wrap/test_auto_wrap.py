@@ -328,6 +328,8 @@ def refusals():
     layer_compiled.layers[1].compile()
     whole_compiled = Tower()
     whole_compiled.compile()
+    tied_by_a_view = Tower()
+    tied_by_a_view.layers[1].odd = nn.Parameter(tied_by_a_view.head.weight.t())
     lazy = Tower()
     lazy.head = nn.LazyLinear(2)
     with torch.device("meta"):
@@ -342,6 +344,7 @@ def refusals():
         (lazy, "'head.weight' has no shape yet"),
         (meta, "meta device"),
         (with_parameter(Quantized(torch.ones(3))), "'layers.1.odd' is a Quantized"),
+        (tied_by_a_view, "'head.weight' and 'layers.1.odd' are different parameters in the same memory"),
     ]:
         before = {name: type(module) for name, module in model.named_modules()}
         with pytest.raises(ValueError, match=message):
@@ -349,6 +352,18 @@ def refusals():
         assert before == {name: type(module) for name, module in model.named_modules()}
     with pytest.raises(ValueError, match="zero_level must be"):
         bmt.auto_wrap(Tower(), zero_level=1)
+
+
+def parameters_in_one_storage():
+    """Columns of one matrix are independent parameters, and frozen ones may have elements in common."""
+    whole = torch.randn(6, 4)
+    for first, second, trained in ((whole[:, :2], whole[:, 2:], True), (whole, whole.t(), False)):
+        model = Tower()
+        for layer, values in zip(model.layers, (first, second)):
+            layer.odd = nn.Parameter(values, requires_grad=trained)
+        wrapped = bmt.auto_wrap(model)
+        assert torch.equal(wrapped.layers[0].odd.gather(), first)
+        assert torch.equal(wrapped.layers[1].odd.gather(), second)
 
 
 def layer_drop():
@@ -386,7 +401,7 @@ def layer_drop_of_a_configuration():
 
 CASES = [
     lists_in_lists, experts, no_list, named_blocks, shared_layers, torch_transformer, parts, mixed_precision,
-    refusals, layer_drop, layer_drop_of_a_configuration,
+    refusals, parameters_in_one_storage, layer_drop, layer_drop_of_a_configuration,
 ]  # fmt: skip
 
 

@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from pathlib import Path
 
+WARMUP, STEPS = 3, 8
+
 
 @dataclass(frozen=True)
 class Cell:

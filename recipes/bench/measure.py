@@ -18,7 +18,10 @@ from bench.trace import profile_step
 
 def measure(cell: Cell, name: str, device: torch.device) -> dict:
     """Return the report of a cell. Collective; propagates the engine's errors."""
-    ignored = {"--profile": cell.profile is not None, "--memory-limit": cell.memory_limit > 0}
+    ignored = {
+        "--profile": cell.profile is not None, "--no-trace": not cell.trace, "--memory-limit": cell.memory_limit > 0,
+        "--cuda-graphs": cell.cuda_graphs,
+    }  # fmt: skip
     if device.type != "cuda" and any(ignored.values()):
         raise ValueError(f"{next(option for option, given in ignored.items() if given)} works on GPUs only")
     config = make_config(cell.model, cell.seq, cell.layers)

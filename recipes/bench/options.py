@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
 
-from bench.cell import Cell
+from bench.cell import STEPS, WARMUP, Cell
 from bench.engines.registry import ENGINES
 from bench.models import NAMED
-from common.command_line import at_least, positive
+from common.command_line import at_least, chart, positive
 
 RECOMPUTE = ("none", "full", "attention", "auto")
 SHARD_OVER = ("world", "host", "host+world", "auto")
@@ -23,8 +23,14 @@ def parse(arguments: Sequence[str] | None = None) -> tuple[list[Cell], argparse.
     """Return the cells to measure, and the options, of which those in OF_THE_PROCESS apply to all cells."""
     parser = make_parser()
     options = parser.parse_args(arguments)
-    if options.cells is None:
-        return [make_cell(options)], options
+    cells = [make_cell(options)] if options.cells is None else _cells_of_file(parser, options)
+    if options.gather != "auto" and all(cell.engine != "ours" for cell in cells):
+        raise ValueError(f"--gather {options.gather} is for --engine ours, which is not measured here: leave it out")
+    return cells, options
+
+
+def _cells_of_file(parser, options: argparse.Namespace) -> list[Cell]:
+    """Return the cells of the file `options.cells`."""
     cells = []
     for number, line in enumerate(options.cells.read_text().splitlines(), 1):
         words = shlex.split(line, comments=True)
@@ -35,7 +41,7 @@ def parse(arguments: Sequence[str] | None = None) -> tuple[list[Cell], argparse.
     if len(cells) > 1 and any(cell.engine == "deepspeed" and cell.sequence_parallel > 1 for cell in cells):
         # It replaces transformers' "sdpa" in the whole process, and its groups can be made only once.
         raise ValueError("--engine deepspeed --sequence-parallel needs processes of its own: leave it out of --cells")
-    return cells, options
+    return cells
 
 
 def make_cell(options: argparse.Namespace) -> Cell:
@@ -98,14 +104,14 @@ def make_parser() -> argparse.ArgumentParser:
         help="with several hosts, as in init_distributed (%(default)s)",
     )
     add = parser.add_argument_group("measurement").add_argument
-    add("--warmup", type=at_least(0), default=3, help="steps that are not timed (%(default)s)")
-    add("--steps", type=at_least(1), default=8, help="steps that are timed (%(default)s)")
+    add("--warmup", type=at_least(0), default=WARMUP, help="steps that are not timed (%(default)s)")
+    add("--steps", type=at_least(1), default=STEPS, help="steps that are timed (%(default)s)")
     add("--largest-batch", action="store_true", help="search the largest batch that fits, starting at --batch")
     add("--no-trace", dest="trace", action="store_false", help="leave out the step under the profiler")
     add("--profile", type=Path, help="write a Chrome trace of one step there")
     add("--cells", type=Path, help="file of option lines: one cell after another in one process group")
     add = parser.add_argument_group("results").add_argument
-    add("--plot", type=Path, help="write a bar chart of all runs of the last job there (.png, .svg)")
-    add("--plot-recorded", type=Path, help="only draw the results recorded in RESULTS.md there (.svg, .png)")
+    add("--plot", type=chart, help="write a bar chart of all runs of the last job there (.png, .svg)")
+    add("--plot-recorded", type=chart, help="only draw the results recorded in RESULTS.md there (.svg, .png)")
     add("--output", type=Path, default=Path("outputs/benchmark"), help="folder for the results (%(default)s)")
     return parser

@@ -22,11 +22,22 @@ PATIENCE = 60.0
 
 def start(engines: Iterable[str], gather: str, shard_over: str) -> torch.device:
     """Initialize hf_bmtrain, and torch's process group first if one of the engines needs it. Return the device."""
-    if set(engines) - set(OWN_GROUP) and torch.cuda.is_available():
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-        dist.init_process_group("cpu:gloo,cuda:nccl")
+    if set(engines) - set(OWN_GROUP):
+        join_group()
     bmt.init_distributed(seed=0, gather=gather, shard_over=shard_over)
     return bmt.current_world().device
+
+
+def join_group() -> None:
+    """Initialize torch's process group of all ranks that a launcher started, or else of this process alone."""
+    alone = {}
+    if "RANK" not in os.environ:
+        # DeepSpeed reads this variable.
+        os.environ["LOCAL_RANK"] = "0"
+        alone = {"store": dist.TCPStore("127.0.0.1", 0, 1, is_master=True), "rank": 0, "world_size": 1}
+    if torch.cuda.is_available():
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo", **alone)
 
 
 class RanksApart(RuntimeError):

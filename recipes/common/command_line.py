@@ -4,6 +4,7 @@ import argparse
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import torch
 
@@ -74,6 +75,13 @@ def positive(text: str) -> float:
     if not 0 < value < float("inf"):
         raise argparse.ArgumentTypeError(f"{value} is not a positive number")
     return value
+
+
+def chart(text: str) -> Path:
+    path = Path(text)
+    if path.suffix.lower() not in (".png", ".svg"):
+        raise argparse.ArgumentTypeError(f"{text} must end in .png or .svg")
+    return path
 
 
 def probability(text: str) -> float:

@@ -2,6 +2,8 @@
 
 import json
 import sys
+import warnings
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,7 +13,7 @@ from transformers import AutoModelForCausalLM, DeepseekV3Config, Qwen3Config, Qw
 from bench.engines.registry import check, why_missing
 from bench.engines.shared_rows import compute_loss_in_chunks
 from bench.measure import measure
-from bench.models import IGNORED, flops_a_token, layers_of, make_batch, make_config, make_model
+from bench.models import IGNORED, flops_a_token, gpt, layers_of, make_batch, make_config, make_model
 from bench.options import parse
 from bench.table import plot, read_reports, table
 from cases import full, in_full, rows_in_full
@@ -72,6 +74,18 @@ def test_engines_learn_alike(several):
 
 
 @full
+def test_engines_run_without_a_launcher(tmp_path):
+    """Those that need torch's process group get one of a single process."""
+    (tmp_path / "cells").write_text("--engine ours\n--engine fsdp2\n--engine ddp\n")
+    done = run([sys.executable], BENCHMARK, *TINY, "--cells", tmp_path / "cells", "--output", tmp_path / "out")
+    assert done.returncode == 0, done.stdout + done.stderr
+    losses = {report["engine"]: report["losses"] for report in read_reports(tmp_path / "out", "tiny 2x16 1 ranks")}
+    assert sorted(losses) == ["ddp", "fsdp2", "ours"]
+    for engine in ("ddp", "fsdp2"):
+        assert losses[engine] == pytest.approx(losses["ours"], abs=5e-3), engine
+
+
+@full
 def test_ranks_share_rows(tmp_path):
     """Two ranks that share their rows learn what one learns from these rows."""
     losses = []
@@ -98,6 +112,30 @@ def test_adapters_learn_alike(tmp_path, small_mixture):
     losses = {report["engine"]: report["losses"] for report in reports}
     assert losses["ours recompute=full"] == pytest.approx(losses["fsdp2"], abs=2e-3)
     assert losses["ours nf4"] == pytest.approx(losses["fsdp2"], abs=4e-3)
+
+
+def test_adapters_of_gpt2():
+    """Its linear layers are transformers' Conv1D; the output layer gets no adapters."""
+    pytest.importorskip("peft")
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", "fan_in_fan_out")
+        model = add_adapters(make_model(make_config("tiny", 8, 1), torch.float32, torch.device("cpu")), 4, 8)
+    places = {name.partition(".lora_A")[0] for name, _ in model.named_parameters() if "lora_A" in name}
+    layer = "base_model.model.transformer.h.0."
+    assert places == {layer + name for name in ("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj")}
+
+
+@pytest.mark.parametrize(
+    ("config", "told"),
+    [
+        (make_config("bert-base", 8, 1), "for causal language models, and BertForMaskedLM is none"),
+        *rows_in_full([(gpt(0, 64, 4, 8, 512), "GPT2LMHeadModel has no linear layers .* besides")]),
+    ],
+)
+def test_adapters_are_refused_where_they_have_no_place(config, told):
+    pytest.importorskip("peft")
+    with pytest.raises(ValueError, match=told):
+        add_adapters(make_model(config, torch.float32, torch.device("cpu")), 4, 8)
 
 
 @full
@@ -173,6 +211,9 @@ def test_a_cell_that_fails_is_told_and_the_next_runs(several):
                 (("--quantize", "nf4"), "without --lora none are frozen"),
                 (("--profile", "trace.json", "--no-trace"), "--profile writes the trace"),
                 (("--profile", "trace.json", "--largest-batch"), "a search has no such step"),
+                (("--no-trace", "--largest-batch"), "--no-trace has no effect on --largest-batch"),
+                (("--steps", "9", "--largest-batch"), "--steps has no effect on --largest-batch"),
+                (("--warmup", "0", "--largest-batch"), "--warmup has no effect on --largest-batch"),
                 (("--sequence-parallel", "3", "--seq", "16"), "does not divide --seq 16"),
                 (("--float8", "tensor"), "--engine ours has no --float8 tensor; it has: recompute none"),
                 (("--engine", "bmtrain"), "--engine bmtrain has no --recompute none; it has: recompute full, offload"),
@@ -186,7 +227,10 @@ def test_what_an_engine_cannot_do_is_refused(options, told):
         check(cell)
 
 
-@pytest.mark.parametrize("option", [("--profile", "trace.json"), *in_full(("--memory-limit", "4"))])
+@pytest.mark.parametrize(
+    "option",
+    [("--profile", "trace.json"), ("--cuda-graphs", "--compile"), ("--no-trace",), *in_full(("--memory-limit", "4"))],
+)
 def test_what_only_gpus_have_is_refused_on_a_cpu(option):
     [cell], _ = parse(option)
     with pytest.raises(ValueError, match=f"{option[0]} works on GPUs only"):
@@ -211,6 +255,23 @@ def test_lines_of_a_file_are_cells(tmp_path, capsys):
     with pytest.raises(SystemExit):
         parse(["--cells", str(file)])
     assert f"in {file}, line 3" in capsys.readouterr().err
+
+
+def test_an_option_of_ours_is_refused_without_ours(tmp_path):
+    with pytest.raises(ValueError, match="--gather peer is for --engine ours, which is not measured"):
+        parse(["--engine", "ddp", "--gather", "peer"])
+    (tmp_path / "cells").write_text("--engine ddp\n--engine ours\n")
+    assert parse(["--cells", str(tmp_path / "cells"), "--gather", "peer"])[1].gather == "peer"
+
+
+@pytest.mark.parametrize("option", ["--plot", *in_full("--plot-recorded")])
+def test_a_chart_of_an_unknown_format_is_refused(capsys, option):
+    """Before anything is measured."""
+    with pytest.raises(SystemExit):
+        parse([option, "bars.foo"])
+    assert f"{option}: bars.foo must end in .png or .svg" in capsys.readouterr().err
+    _, options = parse([option, "a/b.SVG"])
+    assert Path("a/b.SVG") in (options.plot, options.plot_recorded)
 
 
 @full

@@ -47,6 +47,13 @@ def test_columns_learn_alike_and_a_cell_that_fails_is_told(tmp_path):
     assert done.returncode == 1 and "2 of 2 processes did not end within 0.5 s" in done.stdout
 
 
+def test_a_chart_of_an_unknown_format_is_refused(capsys):
+    """Before anything is measured."""
+    with pytest.raises(SystemExit):
+        parse([*TINY, "--plot", "bars.foo"])
+    assert "--plot: bars.foo must end in .png or .svg" in capsys.readouterr().err
+
+
 def report_of(row: str, column: str, ms: float, **changed: object) -> dict:
     fixed = {"variant": "", "device": "cpu", "date": "2026-01-01", "versions": {"torch": "2"}, "described": "so"}
     measured = {"ms": ms, "mean_ms": ms, "spread_ms": [ms, ms], "peak_GB": 1.0, "loss": 2.0, "first_loss": 3.0}

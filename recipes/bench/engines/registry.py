@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 import torch
 
-from bench.cell import Cell
+from bench.cell import STEPS, WARMUP, Cell
 from bench.engines.base import Engine
 from bench.engines.bmtrain import bmtrain
 from bench.engines.ddp import ddp
@@ -105,6 +105,10 @@ def check(cell: Cell) -> None:
         raise ValueError("--profile writes the trace that --no-trace leaves out")
     if cell.profile is not None and cell.largest_batch:
         raise ValueError("--profile traces the step after the timed ones; a search has no such step")
+    useless = {"--steps": cell.steps != STEPS, "--warmup": cell.warmup != WARMUP, "--no-trace": not cell.trace}
+    if cell.largest_batch and any(useless.values()):
+        option = next(option for option, given in useless.items() if given)
+        raise ValueError(f"{option} has no effect on --largest-batch, which takes two steps per batch: leave it out")
     if cell.seq % cell.sequence_parallel:
         raise ValueError(f"--sequence-parallel {cell.sequence_parallel} does not divide --seq {cell.seq}")
     missing = [option for option in asked if option not in OPTIONS[cell.engine]]

@@ -19,7 +19,7 @@ import torch
 
 from bench.trainer.grid import line_of, name_of, plot, read, table
 from bench.trainer.rows import COLUMNS, ROWS, VARIANTS, Cell, Job, cells_of
-from common.command_line import at_least, positive
+from common.command_line import at_least, chart, positive
 
 MODELS = {
     "tiny": "llama-tiny", "bert": "bert-classifier", "gpt2": "gpt2-small",
@@ -85,7 +85,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     add("--missing", action="store_true", help="only the cells that --output has no times of")
     add("--timeout", type=positive, default=300.0, help="seconds for a cell (%(default)s)")
     add("--within", type=positive, default=float("inf"), help="start no cell after so many seconds")
-    add("--plot", type=Path, help="write a bar chart there (.png, .svg)")
+    add("--plot", type=chart, help="write a bar chart there (.png, .svg)")
     add("--table-only", action="store_true", help="measure nothing: print what --output holds of this job")
     add("--output", type=Path, default=Path("outputs/trainer"), help="folder for the results (%(default)s)")
     return parser.parse_args(arguments)

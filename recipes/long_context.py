@@ -39,6 +39,7 @@ NO_MEMORY = 3  # exit status of a trial that runs out of memory
 def main() -> int:
     options = parse_options()
     with one_line_errors():
+        check_processes(options.processes)
         check_output(options.output)
     if "RANK" in os.environ or options.trial:
         return run(options)
@@ -52,6 +53,16 @@ def main() -> int:
         command[1:1] = starter
         return subprocess.run(command).returncode
     return run(options)
+
+
+def check_processes(count: int | None) -> None:
+    """Raise ValueError if a launcher has started another number of processes than `count`."""
+    launched = int(os.environ.get("WORLD_SIZE", "1"))
+    if "RANK" in os.environ and count not in (None, launched):
+        raise ValueError(
+            f"--processes {count}: the launcher has started {launched}, and has its own option for this number: leave "
+            "out --processes, or start the script with python"
+        )
 
 
 def run(options: argparse.Namespace) -> int:

@@ -97,6 +97,16 @@ def test_engine_options_reach_the_start(monkeypatch, tmp_path, recipe):
     assert told.value.args[0] == {"zero_level": 2, "shard_over": "host", "seed": 3}
 
 
+def test_another_number_of_processes_than_the_launchers_is_refused(monkeypatch):
+    monkeypatch.delenv("RANK", raising=False)
+    long_context.check_processes(4)
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    long_context.check_processes(2)  # as the script starts itself
+    with pytest.raises(ValueError, match="--processes 4: the launcher has started 2"):
+        long_context.check_processes(4)
+
+
 def loss_scale(precision: str, folder: str) -> float | None:
     """Return the loss scale that the recipe starts with."""
     options = parse_options([precision, "--length", "64", "--trial", "--output", folder])

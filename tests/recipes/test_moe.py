@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from cases import full, slow
 from gpt2.data import generate_text
 from sft.data import Rows, ask, cut
+from sft.options import parse_moe_options, parse_options
 
 peft = pytest.importorskip("peft")
 RECIPE = ROOT / "recipes" / "moe.py"
@@ -67,3 +68,16 @@ def test_mistakes_are_one_line(tmp_path):
     done = run(PYTHON, RECIPE, "--output", tmp_path, "--quantize", "nf4")
     assert (done.returncode, done.stderr.count("\n")) == (2, 1)
     assert done.stderr == "error: --quantize stores frozen weights, but without --lora none are frozen: add --lora\n"
+
+
+@full
+def test_help_tells_the_defaults(capsys):
+    """Of the learning rate, which depends on --model and --lora; the adapters' options need --lora."""
+    for parse, rates, adapters in (
+        (parse_options, "(2e-4, small new model: 5e-3)", "adapters:"),
+        (parse_moe_options, "(1e-5, small new model: 2e-3; with --lora 2e-4, small new model: 5e-3)", "with --lora:"),
+    ):
+        with pytest.raises(SystemExit):
+            parse(["--help"])
+        told = " ".join(capsys.readouterr().out.split())
+        assert rates in told and f"{adapters} --quantize" in told

@@ -340,12 +340,26 @@ class Watch(Monitor):
         """
         for rank in self._board.neighbours:
             theirs = self._read(rank)
-            stuck = rank in self.status.blamed and time.time() - theirs.written > _SILENT_SECONDS if theirs else False
-            if theirs is not None and (stuck or condition(theirs.pid) == "stopped"):
-                # The launcher would wait forever for the process of `rank`. Kill it before this rank ends, so that the
-                # launcher reports `rank` as the one that failed first.
+            state = condition(theirs.pid) if theirs is not None else "gone"
+            if theirs is None or state == "gone":
+                continue
+            silent = time.time() - theirs.written
+            if state == "stopped":
+                why = "is stopped (by SIGSTOP or a debugger)"
+            elif rank in self.status.blamed and silent > _SILENT_SECONDS:
+                why = f"was silent for {silent:.0f} s"
+            else:
+                continue
+            # Log this before the process is killed, because the launcher may then end this rank at once.
+            _log.error(
+                "rank %d ends process %d of rank %d by SIGKILL, because it %s and would not end by itself. Every rank "
+                "must stop: %s", self._rank, theirs.pid, rank, why, problem,
+            )  # fmt: skip
+            # The launcher would wait forever for the process of `rank`. Kill it before this rank ends, so that the
+            # launcher reports `rank` as the one that failed first. Another rank of this host may already have done so.
+            with contextlib.suppress(ProcessLookupError):
                 os.kill(theirs.pid, signal.SIGKILL)
-                self.wait_for_end(rank, SECONDS)
+            self.wait_for_end(rank, SECONDS)
         self.status.problem = problem
         for collective_log in self._collective_logs:
             collective_log.problem = collective_log.problem or problem

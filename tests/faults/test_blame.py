@@ -1,6 +1,8 @@
 """Whom a rank names when it ends by an exception: itself, or the rank that made it fail."""
 
 import os
+import signal
+import subprocess
 import sys
 import time
 from types import SimpleNamespace
@@ -101,6 +103,32 @@ def test_a_lost_store_is_named(monkeypatch, served, named):
     assert watch._look().startswith(f"{named} probably ended")
     watch.end("has left the program")
     assert watch._look() is None
+
+
+@pytest.mark.parametrize(
+    ("stops", "why"), [(True, "is stopped (by SIGSTOP or a debugger)"), (False, "was silent for 9 s")]
+)
+def test_a_process_that_another_rank_ends_is_told_before(caplog, stops, why):
+    """torchrun ends the other ranks as soon as one is killed, often before they print anything."""
+    process, kill, before = subprocess.Popen(["sleep", "60"]), os.kill, []
+    try:
+        watch = seen_by_rank_1(pid=process.pid, written=time.time() - 9)
+        watch._board.neighbours, watch.status.blamed = [0], [0]
+        watch.end("has left the program")
+        if stops:
+            process.send_signal(signal.SIGSTOP)
+            while not condition(process.pid):
+                time.sleep(0.01)
+        with mock.patch("os.kill", lambda *arguments: (before.append(caplog.text), kill(*arguments))):
+            watch._tell("No progress for 9 s.")
+            assert process.wait(10) == -signal.SIGKILL
+            watch._tell("No progress for 10 s.")  # as on a third rank, after the launcher has collected the process
+    finally:
+        process.kill()
+        process.wait()
+    (text,) = before
+    assert f"rank 1 ends process {process.pid} of rank 0 by SIGKILL, because it {why} and would not end" in text
+    assert text.endswith("Every rank must stop: No progress for 9 s.\n") and "ERROR" in text and caplog.text == text
 
 
 def test_a_killed_process_is_gone_while_the_kernel_frees_its_memory():

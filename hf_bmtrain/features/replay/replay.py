@@ -23,6 +23,11 @@ from .generators import equal_states, generators_of, read_state, write_state
 _STANDARD = frozenset(vars(torch.nn.Module())) | {"_bmt", "_schedule", "float8_state", "config", "forward"}
 """Names of attributes that are not saved, because a forward does not change them: those of every torch.nn.Module, those
 of this library, and `config`."""
+_HOOKS = (
+    "_forward_pre_hooks", "_forward_hooks", "_forward_pre_hooks_with_kwargs", "_forward_hooks_with_kwargs",
+    "_forward_hooks_always_called",
+)  # fmt: skip
+"""Attributes of a module with its forward hooks, {id: hook}, and with the options of these hooks, {id: True}."""
 Buffers = Sequence[tuple[dict[str, Any], dict[str, torch.Tensor | None]]]
 """Pairs (module._buffers, {name: saved copy of the buffer}). A module may occur in several pairs."""
 
@@ -44,6 +49,8 @@ class Replay:
     * Attributes, and the items of containers in attributes and arguments. Only references to them are saved. If a
       forward assigns another tensor, `restore` puts the old one back. If it writes to a tensor in place, the
       recomputation reads the new values.
+    * Forward hooks of the modules inside the layer: the recomputation runs those of the forward, even if they have been
+      removed since, and no others. Hooks of the layer itself are left out, because they run outside its forward.
 
     Args:
         layer: the module whose forward is recomputed. Its state includes that of all modules inside it.
@@ -106,7 +113,9 @@ class Replay:
         copies = {n: buffer.clone() for n, buffer in before.items() if known is None or n in known}
         drawn = generators_of(self._layer) if known is None else self._drawn[training]
         generators, arguments = Generators(drawn), Contents((*args, *kwargs.values()))
-        snapshot = Snapshot(self._by_module(copies), self._present_attributes(), arguments, generators)
+        attributes = self._present_attributes()
+        hooks = Hooks(attributes.hooks)
+        snapshot = Snapshot(self._by_module(copies), attributes, arguments, generators, hooks)
         yield snapshot
         after = self._present()
         changed = {n for n, b in before.items() if after[n] is not b or _version(b) != versions[n]}
@@ -129,8 +138,8 @@ class Replay:
         """Context manager for a recomputation: inside it, the layer has the state that a snapshot contains.
 
         The recomputation must run inside the context. The state is the layer's buffers and attributes, the items of
-        containers in attributes and arguments, and random generators (see `Replay`). At the end of the context, the
-        layer gets back the state that it had when the context began.
+        containers in attributes and arguments, random generators, and forward hooks (see `Replay`). At the end of the
+        context, also after an exception, the layer gets back the state that it had when the context began.
 
         Buffers that forwards change get their saved values: inside the context, each of them is a new tensor, so writes
         to it have no effect afterwards. Tensors in attributes and containers are the saved objects, not copies with
@@ -173,7 +182,7 @@ def _version(tensor: torch.Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version
 
 
-# -- the state that a forward may change: buffers, attributes, containers in the arguments, random generators ---------
+# -- the state: buffers, attributes, containers in the arguments, random generators, forward hooks ---------------------
 
 
 class Snapshot:
@@ -185,11 +194,14 @@ class Snapshot:
         arguments: the items of the mutable containers (lists, dicts, caches) in the forward's arguments. Tensors among
             them are not copied.
         generators: the states of random generators.
+        hooks: forward hooks. `of` leaves them out, because a forward that only measures may itself set hooks.
     """
 
-    def __init__(self, buffers: Buffers, attributes: Attributes, arguments: Contents, generators: Generators) -> None:
+    def __init__(
+        self, buffers: Buffers, attributes: Attributes, arguments: Contents, generators: Generators, hooks: Hooks
+    ) -> None:
         self.buffers, self.attributes = buffers, attributes
-        self.arguments, self.generators = arguments, generators
+        self.arguments, self.generators, self.hooks = arguments, generators, hooks
         self._originals: Buffers = ()  # the buffers of which `buffers` contains copies; set only by `of`
 
     @classmethod
@@ -213,7 +225,7 @@ class Snapshot:
         copies = [
             (buffers, {n: None if b is None else b.clone() for n, b in own.items()}) for buffers, own in originals
         ]
-        snapshot = cls(copies, Attributes(modules), Contents(arguments), Generators(generators))
+        snapshot = cls(copies, Attributes(modules), Contents(arguments), Generators(generators), Hooks(()))
         snapshot._originals = originals
         return snapshot
 
@@ -240,8 +252,8 @@ class Snapshot:
 
         `Replay.restore` calls this. The modules get new buffer tensors with the saved values. Their present buffers are
         not overwritten (as `Snapshot.restore` would do), because autograd may have saved them for backward. The
-        returned function puts back the buffers, attributes, items of containers and states of generators that were
-        present before this call.
+        returned function puts back the buffers, attributes, items of containers, states of generators and forward hooks
+        that were present before this call.
         """
         present = []
         for buffers, copies in self.buffers:
@@ -257,10 +269,13 @@ class Snapshot:
         return undo
 
     def _restore_others(self) -> Callable[[], None]:
-        """Set attributes, containers in the arguments, and random generators, but not buffers, to their saved state.
+        """Set attributes, containers in the arguments, random generators and hooks, but not buffers, to the saved state.
 
         Return a function that sets them back to their state before this call.
         """
+        # Hooks are restored before `is_present` is called, because attributes also count as changed while a module has
+        # a hook for the first time.
+        hooks = self.hooks.restore()
         # If no attribute has changed since it was saved, which is cheap to check, no copy of the present attributes is
         # needed: `undo` can restore them from the saved copy.
         attributes = self.attributes
@@ -274,6 +289,7 @@ class Snapshot:
                 undo_attributes()
             elif not attributes.is_present():
                 attributes.restore()
+            hooks.restore()
 
         return undo
 
@@ -362,6 +378,9 @@ class Attributes:
 
     Args:
         modules: the layer, followed by all modules inside it.
+
+    Attributes:
+        hooks: the dicts of the forward hooks of all modules inside the layer, and of the options of these hooks.
     """
 
     def __init__(self, modules: Sequence[torch.nn.Module]) -> None:
@@ -371,6 +390,8 @@ class Attributes:
         # attributes that a forward may change.
         self._modules: list[tuple[dict[str, Any] | None, dict[str, Any]]] = []
         self._getters: list[tuple[dict[str, Any] | None, Callable[[dict], Iterable[Any]], int]] = []
+        self.hooks: list[dict[int, Any]] = [getattr(module, name) for module in modules[1:] for name in _HOOKS]
+        self._without_hooks: list[dict[int, Any]] = []  # the dicts, all empty, of the modules that are left out
         children = []
         for module in modules:
             if module._modules:
@@ -382,6 +403,8 @@ class Attributes:
                 names = [*own, "training", "_modules"]
                 self._modules.append((attributes, own))
                 self._getters.append((attributes, itemgetter(*names[: max(2, len(own))]), len(vars(module))))
+            else:
+                self._without_hooks += (module._forward_hooks, module._forward_pre_hooks)
         self._inside = Contents([*children, *(value for _, own in self._modules for value in own.values())])
         containers = self._inside.containers
         self._dicts = [each for each in containers if isinstance(each, dict)]
@@ -391,8 +414,10 @@ class Attributes:
     def _read(self) -> list[Any] | None:
         """Return all present attributes, and all items of containers in them, in one list, to compare them by identity.
 
-        Returns None if a module got or lost an attribute.
+        Returns None if a module got or lost an attribute, or if a module that is left out got a hook.
         """
+        if any(self._without_hooks):
+            return None
         values: list[Any] = []
         try:
             for attributes, getter, count in self._getters:
@@ -479,6 +504,31 @@ class Generators:
         present = Generators(generator for generator, _ in self._states)
         for generator, state in self._states:
             write_state(generator, state)
+        return present
+
+
+class Hooks:
+    """The forward hooks of modules, saved when this object is created. `restore` puts them back.
+
+    Args:
+        dicts: the attributes `_HOOKS` of the modules. (A hook's handle refers to these dicts, so they are changed in
+            place.)
+    """
+
+    def __init__(self, dicts: Sequence[dict[int, Any]]) -> None:
+        self._dicts = dicts
+        # Most layers have no hooks. Then nothing is copied, in each step.
+        self._copies = [dict(each) for each in dicts] if any(dicts) else None
+
+    def restore(self) -> Hooks:
+        """Give the modules the saved hooks, and no others.
+
+        Returns a Hooks object with the hooks before this call. Its `restore` undoes this call.
+        """
+        present = Hooks(self._dicts)
+        if present._copies != self._copies:
+            for each, copy in zip(self._dicts, self._copies or [{}] * len(self._dicts)):
+                _fill(each, copy)
         return present
 
 

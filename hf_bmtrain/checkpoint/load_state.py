@@ -27,6 +27,7 @@ from .entries import (
     named,
     optimizers_of,
     saved_as,
+    schedulers_of,
     was_trained,
 )
 from .folder import Found, find
@@ -90,8 +91,10 @@ def load_state(
     Collective: every rank must call it. Each rank reads its own elements, regardless of the number of ranks that saved
     the checkpoint, and verifies the checksums of all bytes that it uses. If a checkpoint is incomplete or damaged, the
     next older one is loaded instead, with a warning that names the file and the tensor. On the same number of ranks,
-    the resumed training is bitwise identical to an uninterrupted one. On another number of ranks, the random generators
-    are re-seeded, and buffers whose values differed between the saving ranks get the values of rank 0.
+    the resumed training is bitwise identical to an uninterrupted one, except that torch's `Optimizer.load_state_dict`
+    rounds float32 state of 16-bit parameters (other than `step`), such as `mu_product` of NAdam. On another number of
+    ranks, the random generators are re-seeded, and buffers whose values differed between the saving ranks get the
+    values of rank 0.
 
     Args:
         folder: a folder of checkpoints, or one checkpoint.
@@ -110,8 +113,9 @@ def load_state(
         any change, if `folder` has no checkpoint or does not exist.
 
     Raises:
-        RuntimeError: on every rank, if no checkpoint is intact, or if the checkpoint does not fit the model or the
-            optimizer. Some values may have been loaded before the error.
+        RuntimeError: on every rank, if `folder`, `weights`, `random`, or the number of optimizers or schedulers differs
+            between ranks, if no checkpoint is intact, or if the checkpoint does not fit the model or the optimizer.
+            In the last case, some values may have been loaded before the error.
         TypeError, ValueError: an argument has the wrong type or value.
 
     Example::
@@ -159,7 +163,15 @@ def load_parts(
     """
     world, given = current_world(), Path(folder)
     root = given.resolve()
-    world.check_same_on_all_ranks("load_state", {"folder": os.fspath(folder)})
+    facts = {
+        "folder": os.fspath(folder),
+        "number of optimizers": len(optimizers_of(optimizer)),
+        "number of schedulers": len(schedulers_of(scheduler)),
+        "weights": bool(parameters),
+        "buffers": bool(buffers),
+        "random": bool(random),
+    }
+    world.check_same_on_all_ranks("load_state", facts)
     for saved in (root, root.parent):
         if saved in world.kept:
             world.kept[saved].finish()
@@ -297,12 +309,13 @@ class _Loading:
     def facts(self) -> dict[str, Any]:
         """Return values that must be equal on all ranks, as {description: value}.
 
-        These are arguments of `load_state`, the checkpoint's step, and the checksums of its files. The ranks compare
-        them before they read any tensor.
+        These are the checkpoint's step and the checksums of its files. The ranks compare them before they read any
+        tensor.
         """
-        number = len(optimizers_of(self._optimizer))
-        facts = {"weights": self._parameters, "number of optimizers": number, "step": self.manifest.step}
-        return {**facts, **{name: [*map(tuple, chunks)] for name, chunks in self.manifest.files.items()}}
+        return {
+            "step": self.manifest.step,
+            **{name: [*map(tuple, chunks)] for name, chunks in self.manifest.files.items()},
+        }
 
     def _want_model(self) -> None:
         trained_only = has_trained_only(self.manifest.files)

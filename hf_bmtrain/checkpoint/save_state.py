@@ -32,6 +32,7 @@ from .entries import (
     model_entries,
     optimizer_entries,
     optimizers_of,
+    schedulers_of,
     was_trained,
 )
 from .folder import find, is_reserved, lock, prune, publish, stage
@@ -94,9 +95,10 @@ def save_state(
 ) -> SavingState:
     """Save a checkpoint to `folder`/checkpoint-`step`, from which `load_state` resumes training.
 
-    Collective: every rank must call it. This saves the weights, buffers, optimizer state, schedulers, loss scale, the
-    random generators of every rank, and which layers compute in float8. Nothing is gathered: each rank writes its own
-    elements into the files, so `folder` must be on a file system that all ranks share.
+    Collective: every rank must call it. Only `extra`, and the files that `add` writes, may differ between ranks. This
+    saves the weights, buffers, optimizer state, schedulers, loss scale, the random generators of every rank, and which
+    layers compute in float8. Nothing is gathered: each rank writes its own elements into the files, so `folder` must be
+    on a file system that all ranks share.
 
     Hugging Face's `from_pretrained` can load a model of transformers from the checkpoint's folder (`model*.safetensors`
     and `config.json`), except if it is a PEFT model, if the checkpoint was saved with `trained_only`, or if `tp_size`
@@ -140,7 +142,9 @@ def save_state(
         A `SavingState`, whose `folder` is the checkpoint's folder.
 
     Raises:
-        RuntimeError: on every rank, if saving fails on one rank. Earlier checkpoints are not changed.
+        RuntimeError: on every rank, if saving fails on one rank, or if `step`, `keep`, `trained_only`, `non_blocking`,
+            `name`, or the number of optimizers or schedulers differs between ranks, or only some ranks pass `add`.
+            Earlier checkpoints are not changed.
         TypeError, ValueError: an argument has the wrong type or value.
 
     Example::
@@ -152,10 +156,19 @@ def save_state(
     world, root = current_world(), Path(folder).resolve()
     world.barrier("save_state")
     keeper = world.kept.setdefault(root, _Keeper())
-    unfinished = keeper.saving and keeper.saving.folder.name
-    world.check_same_on_all_ranks(
-        "save_state", {"checkpoint still being saved to the folder": unfinished}, {"folder": os.fspath(folder)}
-    )
+    facts = {
+        "checkpoint still being saved to the folder": keeper.saving and keeper.saving.folder.name,
+        "number of optimizers": len(optimizers_of(optimizer)),
+        "number of schedulers": len(schedulers_of(scheduler)),
+        # The check compares texts, and 3 and numpy.int64(3) have different ones. So convert to Python's own types.
+        "step": None if step is None else int(step),
+        "keep": None if keep is None else int(keep),
+        "trained_only": bool(trained_only),
+        "non_blocking": bool(non_blocking),
+        "name": repr(name),
+        "add": "no function" if add is None else "a function",
+    }
+    world.check_same_on_all_ranks("save_state", facts, {"folder": os.fspath(folder)})
     keeper.finish()
     bases, others = _entries(world, model, optimizer, trained_only)
     state = small_state.collect(world, model, optimizer, others, scheduler, extra)

@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 from unittest import mock
 
+import numpy
 import pytest
 import torch
 
@@ -115,6 +116,46 @@ def test_another_folder_on_each_rank(world, tmp_path, non_blocking):
     """Every rank is told of it, and what was saved before or is being saved remains."""
     saved = [[".lock", "0", "checkpoint-1", "checkpoint-7"], 7]
     assert world(2)(other_folders, str(tmp_path), non_blocking) == [saved, saved]
+
+
+OPTIONS = {
+    "step": ((2, None), "2, rank 1 has None"),
+    "keep": ((1, 2), "1, rank 1 has 2"),
+    "name": ((None, "best"), "None, rank 1 has 'best'"),
+    "trained_only": ((False, True), "False, rank 1 has True"),
+    "non_blocking": ((True, False), "True, rank 1 has False"),
+    "add": ((os.listdir, None), "a function, rank 1 has no function"),
+}
+
+
+def other_options(folder):
+    training, rank = saved_before(folder), bmt.rank()
+    for name, (values, told) in OPTIONS.items():
+        with pytest.raises(RuntimeError, match=f"save_state: the ranks differ.*{name}: rank 0 has {told}; folder: "):
+            bmt.save_state(folder, training.model, training.manager, **{name: values[rank]})
+        assert names(folder) == [".lock", "checkpoint-1"], name
+        bmt.synchronize()
+    for name, manager, schedulers in (("optimizers", training.manager, ()), ("schedulers", None, training.scheduler)):
+        with pytest.raises(RuntimeError, match=f"number of {name}: rank 0 has 1, rank 1 has 0; folder: "):
+            bmt.save_state(folder, training.model, *((manager, schedulers) if rank == 0 else ()))
+        with pytest.raises(RuntimeError, match=f"load_state: the ranks differ.*number of {name}: rank 0 has 1, rank 1"):
+            bmt.load_state(folder, training.model, *((manager, schedulers) if rank == 0 else ()))
+    for name in ("weights", "random"):
+        with pytest.raises(
+            RuntimeError, match=f"load_state: the ranks differ.*{name}: rank 0 has True, rank 1 has Fals"
+        ):
+            bmt.load_state(folder, training.model, training.manager, **{name: rank == 0})
+    numbers = {"step": 7, "keep": 1} if rank == 0 else {"step": numpy.int64(7), "keep": numpy.int64(1)}
+    bmt.save_state(
+        folder, training.model, training.manager, extra={"rank": rank}, trained_only=(0, None)[rank], **numbers
+    )
+    return names(folder), training.load(folder).extra["rank"]
+
+
+def test_options_that_differ_between_ranks(world, tmp_path):
+    """Rank 0's would be used without a word, or the ranks would wait for each other; `extra` may differ."""
+    saved = [".lock", "checkpoint-7"]
+    assert world(2)(other_options, str(tmp_path)) == [(saved, 0), (saved, 1)]
 
 
 def too_little_space(folder):

@@ -43,17 +43,18 @@ class Saving:
     Args:
         state: the state dict to write, on rank 0; None on the other ranks, which write nothing.
         path: the file.
+        suffix: the ending of the name that was passed to `save`, which decides the format of the file.
     """
 
-    def __init__(self, state: OrderedDict | None, path: Path) -> None:
+    def __init__(self, state: OrderedDict | None, path: Path, suffix: str) -> None:
         self._error: BaseException | None = None
-        self._thread = threading.Thread(target=self._write, args=(state, path), name=f"save {path}")
+        self._thread = threading.Thread(target=self._write, args=(state, path, suffix), name=f"save {path}")
         if state is not None:
             self._thread.start()
 
-    def _write(self, state: OrderedDict, path: Path) -> None:
+    def _write(self, state: OrderedDict, path: Path, suffix: str) -> None:
         try:
-            write_atomically(state, path)
+            write_atomically(state, path, suffix)
         except BaseException as error:
             self._error = error
             raise  # threading.excepthook then logs it, even if nobody calls `wait`
@@ -83,7 +84,8 @@ def save(model: torch.nn.Module, file_name: str | os.PathLike, non_blocking: boo
     Args:
         model: a model with or without sharded parameters.
         file_name: the file to write. If the name ends in `.safetensors`, the file has that format, and contains tied
-            weights once. With any other name, it is a state dict that `torch.load(weights_only=True)` can read.
+            weights once. With any other name, it is a state dict that `torch.load(weights_only=True)` can read. If it
+            is a symbolic link, the file to which the link points is written, and the link remains.
         non_blocking: whether to return as soon as the values are in host memory on rank 0, and to let a thread of rank
             0 write the file.
 
@@ -92,8 +94,9 @@ def save(model: torch.nn.Module, file_name: str | os.PathLike, non_blocking: boo
         file again.
 
     Raises:
-        RuntimeError: on every rank, if the file cannot be written. If `file_name` existed before, it is not changed.
-            With `non_blocking`, `Saving.wait` raises this error instead, on rank 0 only.
+        RuntimeError: on every rank, if `non_blocking` differs between ranks, or if the file cannot be written. If
+            `file_name` existed before, it is not changed. With `non_blocking`, `Saving.wait` raises the latter error
+            instead, on rank 0 only.
         TypeError, ValueError: an argument has the wrong type, or the file name is empty.
 
     Example::
@@ -105,14 +108,17 @@ def save(model: torch.nn.Module, file_name: str | os.PathLike, non_blocking: boo
     expect_path("file_name", file_name)
     expect_flag("non_blocking", non_blocking)
     world.barrier("save")
-    path = Path(file_name).absolute()  # the background thread must not follow a later change of the working directory
+    world.check_same_on_all_ranks("save", {"non_blocking": bool(non_blocking)}, {"file_name": os.fspath(file_name)})
+    # Follow links, because renaming the new file to the name of a link would replace the link. And do so here, because
+    # the background thread must follow neither a later change of a link nor one of the working directory.
+    path, suffix = Path(os.path.realpath(file_name)), Path(file_name).suffix
     state = gather_state_dict(model, keep=world.rank == 0)
     if non_blocking:
-        return Saving(state if world.rank == 0 else None, path)
+        return Saving(state if world.rank == 0 else None, path, suffix)
     problem = None
     if world.rank == 0:
         try:
-            write_atomically(state, path)
+            write_atomically(state, path, suffix)
         except Exception as error:
             problem = f"{type(error).__name__}: {error}"
     world.raise_everywhere(f"save: {path} could not be written, and an earlier file was not changed", problem)
@@ -139,9 +145,9 @@ def load(model: torch.nn.Module, file_name: str | os.PathLike, strict: bool = Tr
         `unexpected_keys` (not in the model).
 
     Raises:
-        RuntimeError: on every rank, if the file cannot be read or is damaged, or if its shapes (or, with `strict`, its
-            names) do not match the model. The error lists what does not match. Matching tensors may have been loaded
-            before the error. From a damaged file, nothing is loaded.
+        RuntimeError: on every rank, if `strict` differs between ranks, if the file cannot be read or is damaged, or if
+            its shapes (or, with `strict`, its names) do not match the model. The error lists what does not match.
+            Matching tensors may have been loaded before the error. From a damaged file, nothing is loaded.
         TypeError, ValueError: an argument has the wrong type, or the file name is empty.
     """
     world = current_world()
@@ -149,6 +155,7 @@ def load(model: torch.nn.Module, file_name: str | os.PathLike, strict: bool = Tr
     expect_path("file_name", file_name)
     expect_flag("strict", strict)
     world.barrier("load")
+    world.check_same_on_all_ranks("load", {"strict": bool(strict)}, {"file_name": os.fspath(file_name)})
     path, state, problem = Path(file_name), OrderedDict(), None
     try:
         state = read_state(path, (world.rank, world.size))
@@ -164,22 +171,25 @@ def load(model: torch.nn.Module, file_name: str | os.PathLike, strict: bool = Tr
         world.barrier("end of load")
 
 
-def write_atomically(state: dict, path: Path) -> None:
+def write_atomically(state: dict, path: Path, suffix: str) -> None:
     """Write a state dict to a temporary file, and rename this file, so that no incomplete file has the final name.
 
     Not collective.
 
     Args:
         state: the state dict.
-        path: the final path. A safetensors file is written if the name ends in `.safetensors`, and otherwise a file of
-            torch.save. An existing file is replaced.
+        path: the final path. An existing file is replaced.
+        suffix: ".safetensors" writes a safetensors file, and anything else a file of torch.save. `path` may have
+            another ending, if it is the target of a link.
 
     Raises:
         ValueError: a value is not a tensor, and the file is a safetensors file.
         OSError: the file cannot be written. An existing file is not changed.
     """
+    if path.exists() and not path.is_file():
+        raise FileExistsError(f"{path} is not a file, but a folder or a device. Pass the name of a file")
     with atomic_file(path) as temporary:
-        if path.suffix == _SAFETENSORS:
+        if suffix == _SAFETENSORS:
             tensors = _each_once(state)
             sums = json.dumps(checksums(tensors), separators=(",", ":"))
             save_file(tensors, temporary, metadata={"format": "pt", _CHECKSUMS: sums})

@@ -212,6 +212,56 @@ def folders_of_hugging_face(folder):
             bmt.load(model, path)
 
 
+def through_links(folder):
+    """The target is written, as by torch.save: in the format of the link's name, and where the link led at the call."""
+    folder, rank0, model = Path(folder), bmt.rank() == 0, bmt.auto_wrap(Counting())
+    places, link, state = ("here", "there"), folder / "model.safetensors", Counting().state_dict()
+    if rank0:
+        for place in places:
+            (folder / place).mkdir()
+        (folder / "here" / "weights").write_text("old")
+        link.symlink_to("here/weights")
+    bmt.synchronize()
+    for place, later, non_blocking in (("here", "there", False), ("there", "here", True)):  # no file is there yet
+        saving = bmt.save(model, link, non_blocking)
+        if rank0:
+            link.unlink()
+            link.symlink_to(f"{later}/weights")
+        if saving is not None:
+            saving.wait()
+        bmt.synchronize()
+        opened = safetensors.torch.load_file(folder / place / "weights")
+        check_equal(OrderedDict(sorted(opened.items())), OrderedDict(sorted(state.items())))
+        assert link.is_symlink() and {*os.listdir(folder)} == {*places, link.name}
+        assert os.listdir(folder / place) == ["weights"]
+        bmt.synchronize()
+    if rank0:
+        (folder / "folder.pt").symlink_to("here")
+        os.mkfifo(folder / "pipe.pt")
+        (folder / "lost.pt").symlink_to("nowhere/model.pt")
+    bmt.synchronize()
+    for name, message in {
+        "folder.pt": "here is not a file, but a folder", "pipe.pt": "pipe.pt is not a file", "lost.pt": "nowhere",
+    }.items():  # fmt: skip
+        with pytest.raises(RuntimeError, match=f"an earlier file was not changed. rank 0: .*{message}"):
+            bmt.save(model, folder / name)
+    assert (folder / "folder.pt").is_symlink() and (folder / "lost.pt").is_symlink() and (folder / "pipe.pt").is_fifo()
+
+
+def other_arguments(folder):
+    """The ranks would otherwise mix up the data of the next operations."""
+    path, model, first = f"{folder}/model.pt", bmt.auto_wrap(Tower()), bmt.rank() == 0
+    with pytest.raises(
+        RuntimeError, match="save: the ranks differ.*non_blocking: rank 0 has True, rank 1 has False; f"
+    ):
+        bmt.save(model, path, non_blocking=first)
+    assert not os.listdir(folder)
+    bmt.save(model, path)
+    with pytest.raises(RuntimeError, match="load: the ranks differ.*strict: rank 0 has True, rank 1 has False; file_"):
+        bmt.load(model, path, strict=first)
+    assert not bmt.load(model, path, strict=1 if first else True).missing_keys
+
+
 def wrong_files(folder):
     model, rank0 = bmt.auto_wrap(Tower()), bmt.rank() == 0
     state = Tower().state_dict()
@@ -252,7 +302,10 @@ def wrong_files(folder):
     bmt.synchronize()
 
 
-CASES = [plain_root, folders_of_hugging_face, other_hosts_formats, behind_the_program, wrong_files]
+CASES = [
+    plain_root, folders_of_hugging_face, other_hosts_formats, behind_the_program, through_links, other_arguments,
+    wrong_files,
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
@@ -356,7 +409,7 @@ def test_a_kill_while_saving_leaves_a_whole_file(tmp_path, suffix):
         if interrupted:
             break
     assert interrupted, "no kill met a write"
-    store.write_atomically({"weight": torch.ones(1)}, path)
+    store.write_atomically({"weight": torch.ones(1)}, path, path.suffix)
     assert os.listdir(tmp_path) == [path.name]
 
 
@@ -365,7 +418,7 @@ def test_a_folder_whose_process_was_killed_before_it_made_the_lock(tmp_path):
     for folder in (new, old):
         folder.mkdir()
     os.utime(old, (time.time() - 3600,) * 2)
-    store.write_atomically({"weight": torch.ones(1)}, path)
+    store.write_atomically({"weight": torch.ones(1)}, path, path.suffix)
     assert sorted(os.listdir(tmp_path)) == [path.name, new.name], "another process may be about to lock the new one"
 
 
@@ -384,14 +437,14 @@ def test_only_what_was_abandoned_is_deleted(tmp_path, suffix):
         second_writing.touch()
         shutil.copytree(mine, left := mine.with_name(f"model{suffix}.01234567.tmp"))
         shutil.copytree(second, theirs := mine.with_name(f"model{suffix}.best.01234567.tmp"))
-        store.write_atomically(state, path)
+        store.write_atomically(state, path, path.suffix)
         assert not left.exists()
         assert {*os.listdir(tmp_path)} == others | {path.name, mine.name, second.name, theirs.name}
         writing.touch()
     assert {*os.listdir(tmp_path)} == others | {path.name, other.name, theirs.name}
     before = os.umask(0o027)
     try:
-        store.write_atomically(state, path)
+        store.write_atomically(state, path, path.suffix)
     finally:
         os.umask(before)
     assert stat.S_IMODE(path.stat().st_mode) == 0o640

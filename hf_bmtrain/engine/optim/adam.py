@@ -543,7 +543,7 @@ class AdamOptimizer(torch.optim.Optimizer):
     def expect_state(
         self, groups: list[dict[str, Any]], names: dict[torch.nn.Parameter, set[str]]
     ) -> list[dict[str, Any]]:
-        """Raise ValueError if a state to load was saved by another optimizer, whose state this one cannot continue.
+        """Check that a state to load was saved by an optimizer whose state this one can continue.
 
         Args:
             groups: the saved parameter groups.
@@ -552,6 +552,9 @@ class AdamOptimizer(torch.optim.Optimizer):
 
         Returns:
             The groups with all settings of this optimizer's groups (see `_completed`).
+
+        Raises:
+            ValueError: another optimizer has saved the state: settings or moments that this one needs are missing.
         """
         groups = self._completed(groups)
         for number, group in enumerate(self.param_groups):

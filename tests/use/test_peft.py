@@ -45,6 +45,7 @@ CONFIGS = {
     "parameter outside": ("llama", lambda: lora(["q_proj"], target_parameters=["lm_head.weight"], lora_dropout=0.0)),
     "adalora": ("llama", lambda: adalora()),
     "ia3": ("llama", lambda: peft.IA3Config(init_ia3_weights=False, **SCALED)),
+    "shira": ("llama", lambda: peft.ShiraConfig(r=4, target_modules=["q_proj"], init_weights=False)),
     "prompts": ("llama", lambda: peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)),
     "prefix": ("llama", lambda: peft.PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)),
 }
@@ -479,7 +480,7 @@ def test_merged_whole(name, after):
         torch.testing.assert_close(value, theirs[key], rtol=1e-5, atol=1e-6, msg=key)
 
 
-@pytest.mark.parametrize("name", ["experts", *in_full("llama", "dora", "ia3")])
+@pytest.mark.parametrize("name", ["experts", "shira", *in_full("llama", "dora", "ia3")])
 @on_ranks(2)
 def test_merged_and_unloaded(name):
     """`merge_and_unload` of slices puts the adapters into the base; inside `gathered` it is refused."""
@@ -495,6 +496,56 @@ def test_merged_and_unloaded(name):
         torch.testing.assert_close(value, theirs.state_dict()[key], rtol=1e-5, atol=1e-6, msg=key)
     with torch.no_grad():
         torch.testing.assert_close(*(compute_loss(FAMILIES[CONFIGS[name][0]], each, 0) for each in (mine, theirs)))
+
+
+HOOKED = {
+    "alora": (lambda: lora(["q_proj"], alora_invocation_tokens=[5, 6], task_type="CAUSAL_LM", lora_dropout=0.0), {}),
+    "poly": (
+        lambda: peft.PolyConfig(
+            r=4, n_tasks=2, n_skills=2, n_splits=2, target_modules=["q_proj"], task_type="CAUSAL_LM", init_weights=False
+        ),
+        {"task_ids": torch.tensor([0, 1])},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", HOOKED)
+@on_ranks(2)
+def test_hooks_of_one_forward(name):
+    """PEFT passes each layer what it needs by hooks that are gone in backward, when layers are recomputed."""
+    config, arguments = HOOKED[name]
+    tokens = torch.arange(24).reshape(2, 12) % 12
+    models = []
+    for _ in range(2):
+        base = build("llama")
+        torch.manual_seed(7)
+        models.append(peft.get_peft_model(base, config()).train())
+    bmt.auto_wrap(models[0])
+    losses = []
+    for each in models:
+        torch.manual_seed(3)
+        losses.append(each(input_ids=tokens, labels=tokens, **arguments).loss)
+        torch.manual_seed(3)
+        losses[-1].backward()
+    torch.testing.assert_close(*losses, rtol=1e-5, atol=0)
+    check_gradients(*models)
+
+
+@on_ranks(2)
+def test_multitask_prompts_are_saved(folder):
+    """PEFT reads the sharded parameters themselves; they are gathered one by one, as the guide says."""
+    base = build("t5")
+    config = peft.MultitaskPromptTuningConfig(num_virtual_tokens=5, num_tasks=2, task_type="SEQ_2_SEQ_LM")
+    model = bmt.auto_wrap(peft.get_peft_model(base, config))
+    state = {name: value.gather().detach() for name, value in peft.get_peft_model_state_dict(model).items()}
+    if bmt.rank() == 0:
+        safetensors.torch.save_file(state, f"{folder}/adapter_model.safetensors")
+        model.peft_config["default"].save_pretrained(folder)
+    bmt.synchronize()
+    loaded = peft.get_peft_model_state_dict(peft.PeftModel.from_pretrained(build("t5"), folder))
+    assert loaded.keys() == state.keys()
+    for name, value in loaded.items():
+        torch.testing.assert_close(value, state[name], rtol=0, atol=0, msg=name)
 
 
 @full

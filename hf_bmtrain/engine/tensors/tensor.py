@@ -980,6 +980,9 @@ def _operand(value: torch.Tensor, like: Any) -> torch.Tensor | None:
             "the first case, create it with torch.zeros_like(parameter) or parameter.take(full). In the second case, "
             ".expand() it to the full shape."
         )
+    # Sparse tensors, such as the product of PEFT's SHiRA adapters, can be neither expanded nor cut.
+    if value.layout is not torch.strided:
+        value = value.to_dense()
     return like.placement.cut(value.expand(shape)) if result == shape else None
 
 

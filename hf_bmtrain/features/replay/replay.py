@@ -269,7 +269,7 @@ class Snapshot:
         return undo
 
     def _restore_others(self) -> Callable[[], None]:
-        """Set attributes, containers in the arguments, random generators and hooks, but not buffers, to the saved state.
+        """Set attributes, containers in the arguments, random generators and hooks, not buffers, to the saved state.
 
         Return a function that sets them back to their state before this call.
         """

@@ -157,11 +157,11 @@ class BMTrainCallback(TrainerCallback):
         count_rows_once(trainer)
         if not claim_hooks(model, trainer):
             return
-        follow_mean_loss(model, trainer.args)
+        is_mean = follow_mean_loss(model, trainer)
         follow_short_batch(trainer)
         follow_short_training_batch(trainer)
         if self._average_router_loss:
-            average_router_loss(model, trainer)
+            average_router_loss(model, trainer, is_mean)
 
     def on_train_begin(
         self, args: Any, state: Any, control: Any, model: Any = None, optimizer: Any = None, **kwargs: Any

@@ -3,11 +3,12 @@
 import pytest
 import torch
 import transformers
-from trainer_usages import Rows, bert, collate, ctc, llama
+from trainer_usages import OwnMean, Rows, bert, collate, ctc, llama, mean_of_outputs, own
 
 import hf_bmtrain as bmt
 import jobs
 from cases import full
+from hf_bmtrain.hf.losses.count_use import CountUse
 from log_lines import log_lines
 from tiny_models import build
 
@@ -64,7 +65,7 @@ def test_hooks_of_another_trainer_do_not_act(world, tmp_path):
         assert logged == pytest.approx(truth, rel=1e-2)
 
 
-def accumulated(folder, make, labels, batch, averaged, wrap):
+def accumulated(folder, make, labels, batch, averaged, function, wrap):
     """The logged loss and gradient norm of one step of 8 rows in micro-batches, and what is said of their sum."""
     model = make()
     args = jobs.arguments(
@@ -73,7 +74,7 @@ def accumulated(folder, make, labels, batch, averaged, wrap):
     )  # fmt: skip
     trainer = transformers.Trainer(
         model=bmt.auto_wrap(model) if wrap else model, args=args, data_collator=collate, train_dataset=Rows(labels, 8),
-        callbacks=[bmt.hf.BMTrainCallback()] if wrap else [],
+        callbacks=[bmt.hf.BMTrainCallback()] if wrap else [], compute_loss_func=function,
     )  # fmt: skip
     if averaged:
         trainer.model_accepts_loss_kwargs = False
@@ -87,8 +88,10 @@ def accumulations(folder, wrap):
     """`accumulated` for each case; the case "one batch" accumulates nothing."""
     classes = bert("SequenceClassification", num_labels=3)
     cases = {
-        "one batch": (classes, "class", 8 // bmt.world_size(), False), "summed": (classes, "class", 2, False),
-        "averaged": (classes, "class", 2, True), "causal": (llama, "ids", 2, False),
+        "one batch": (classes, "class", 8 // bmt.world_size(), False, None),
+        "summed": (classes, "class", 2, False, None), "averaged": (classes, "class", 2, True, None),
+        "causal": (llama, "ids", 2, False, None), "own": (own(OwnMean), "class", 2, False, None),
+        "function": (classes, "class", 2, False, mean_of_outputs),
     }  # fmt: skip
     return {name: accumulated(folder, *case, wrap) for name, case in cases.items()}
 
@@ -104,6 +107,62 @@ def test_sums_of_micro_batches_are_told(world, tmp_path):
         assert found["one batch"][:2] == pytest.approx((loss, norm), rel=1e-5)
         assert found["averaged"][:2] == pytest.approx((loss, norm), rel=1e-5)
         assert found["summed"][:2] == pytest.approx((times * loss, times * norm), rel=1e-5)
-        assert [len(said) for _, _, said in found.values()] == [0, 1, 0, 0]
-        assert f"of the {times} micro-batches" in found["summed"][2][0]
+        assert [len(said) for _, _, said in found.values()] == [0, 1, 0, 0, 1, 1]
+        for name in "summed", "own", "function":
+            assert f"of the {times} micro-batches" in found[name][2][0]
+        for name in "own", "function":  # four micro-batches in one process
+            assert found[name][:2] == pytest.approx([number * times / 4 for number in plain[name][:2]], rel=1e-5)
     assert not other["summed"][2]
+
+
+def divide(total, count):
+    return total / count
+
+
+def divide_by_copy(total, count):
+    return total / (count.to(total.device) if torch.is_tensor(count) else count)
+
+
+def divide_by_number(total, count):
+    return total / max(int(count), 1)
+
+
+def divide_by_item(total, count):
+    return total / count.item()
+
+
+def pass_on(total, **given):
+    return divide_by_copy(total, given["count"])
+
+
+def fused(total, count):
+    logits = torch.stack([total, -total])[None].requires_grad_()
+    return bmt.loss.FusedCrossEntropy()(logits, torch.tensor([1]), num_items_in_batch=count)
+
+
+def ignore(total, count):
+    return total * (count is not None)
+
+
+def compiled(function):
+    return torch.compile(function, backend="aot_eager", fullgraph=True)
+
+
+compiled_ignore = compiled(ignore)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        divide, divide_by_copy, divide_by_number, divide_by_item, pass_on, fused, ignore, compiled(divide),
+        compiled(divide_by_copy), compiled(pass_on), compiled_ignore,
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("count", [torch.tensor(7), 7])
+def test_use_of_the_number_of_labels_is_seen(function, count):
+    use, total = CountUse(), torch.tensor(3.0, requires_grad=True)
+    for _ in range(2):
+        loss = function(total, count=use.observed(count))
+        assert use.seen == (function not in (ignore, compiled_ignore))
+        assert type(loss) is torch.Tensor and loss.requires_grad
+        torch.testing.assert_close(loss, function(total, count=torch.as_tensor(count)))

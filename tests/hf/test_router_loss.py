@@ -6,6 +6,7 @@ import logging
 import pytest
 import torch
 import transformers
+from trainer_usages import mean_over_labels
 
 import hf_bmtrain as bmt
 import jobs
@@ -140,3 +141,24 @@ def evaluated_and_trained_again(folder):
 def test_evaluation_and_a_second_trainer(world, tmp_path, size):
     found, expected = world(size)(evaluated_and_trained_again, str(tmp_path))[0]
     assert found == [pytest.approx(expected, rel=1e-5)] * 2
+
+
+def evaluated_mean(folder):
+    """The evaluation loss of a model whose `loss_function` is a mean, and the mean of the ranks' losses."""
+    model, plain = build("mixtral"), build("mixtral").eval()
+    model.loss_function = plain.loss_function = mean_over_labels
+    args = jobs.arguments(folder, per_device_eval_batch_size=2)
+    data = jobs.Rows(2 * bmt.world_size())
+    trainer = transformers.Trainer(
+        bmt.auto_wrap(model), args=args, eval_dataset=data, callbacks=[bmt.hf.BMTrainCallback()]
+    )
+    parts = list(torch.utils.data.DataLoader(data, 2))
+    counts = [part["labels"][:, 1:].ne(-100).sum() for part in parts]
+    expected = sum(plain(**part).loss * count for part, count in zip(parts, counts)) / sum(counts)
+    return trainer.evaluate()["eval_loss"], expected.item()
+
+
+@full
+def test_a_mean_is_averaged_as_a_whole(world, tmp_path):
+    for found, expected in world(2)(evaluated_mean, str(tmp_path)):
+        assert found == pytest.approx(expected, rel=1e-5)

@@ -13,7 +13,8 @@ from log_lines import log_lines
 
 DEFAULT = (
     "causal, the second rank has no row left", "classes, no row left", "generation", "masked words",
-    "masked mean of one's own, no row left",
+    "masked mean of one's own, no row left", "own model, a mean", "own loss_function, a mean",
+    "compute_loss_func, a mean",
 )  # fmt: skip
 IN_FULL = (
     "causal, accumulated", "label smoothing", "regression, no row left", "token classes, no row left",
@@ -22,6 +23,8 @@ IN_FULL = (
     "images and numbers", "masked words, accumulated", "loss in an attribute", "forward calls super",
     "not of transformers", "passes no count", "the last step is not logged", "outputs as tuples",
     "masked mean of one's own", "loss by label, no row left", "loss by label, counted, no row left",
+    "own model, a mean, no row left", "own model, names the count", "own model, some ranks use the count",
+    "own model, subclass with another loss", "own loss_function, a sum", "compute_loss_func, a sum",
 )  # fmt: skip
 
 

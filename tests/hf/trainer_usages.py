@@ -320,6 +320,83 @@ def focal_of_outputs(outputs: Any, labels: torch.Tensor, num_items_in_batch: tor
     return focal(outputs["logits"], labels).sum() / num_items_in_batch
 
 
+def mean_of_outputs(outputs: Any, labels: torch.Tensor, num_items_in_batch: Any = None) -> torch.Tensor:
+    """A `compute_loss_func` with the signature that Trainer's documentation gives, which ignores the number."""
+    return focal(outputs["logits"], labels).mean()
+
+
+def mean_over_labels(logits: Any, labels: Any, vocab_size: int, num_items_in_batch: Any = None, **kwargs: Any) -> Any:
+    """A `loss_function` of a causal model with the signature of transformers' own, which ignores the number."""
+    return torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+
+
+def sum_over_labels(logits: Any, labels: Any, vocab_size: int, num_items_in_batch: Any = None, **kwargs: Any) -> Any:
+    """The same, which uses it."""
+    return torch.nn.functional.cross_entropy(
+        logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), reduction="sum"
+    ) / int(num_items_in_batch)
+
+
+def llama_with(loss_function: Callable) -> Callable[[], torch.nn.Module]:
+    def make() -> torch.nn.Module:
+        model: Any = llama()
+        model.loss_function = loss_function
+        return model
+
+    return make
+
+
+class OwnMean(transformers.BertPreTrainedModel):
+    """A model of the user, whose code has no name of a loss, and passes the number of labels on to all layers."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.bert, self.out = transformers.BertModel(config), torch.nn.Linear(24, 3)
+        self.post_init()
+
+    def forward(self, input_ids=None, attention_mask=None, labels=None, **kwargs):
+        logits = self.out(self.bert(input_ids, attention_mask, **kwargs)[1])
+        return {
+            "loss": self.reduce(-logits.log_softmax(-1).gather(1, labels[:, None]), labels, kwargs),
+            "logits": logits,
+        }
+
+    def reduce(self, losses, labels, kwargs):
+        return losses.mean()
+
+
+class IgnoresCount(OwnMean):
+    """The same, which names the number, but does not use it."""
+
+    def forward(self, input_ids=None, attention_mask=None, labels=None, num_items_in_batch=None, **kwargs):
+        return super().forward(input_ids, attention_mask, labels)
+
+
+class OwnSum(OwnMean):
+    """A sum over the labels of one class, which uses the number only on ranks that have such labels."""
+
+    def reduce(self, losses, labels, kwargs):
+        chosen = labels == 2
+        return losses[chosen].sum() / kwargs["num_items_in_batch"] if chosen.any() else losses.sum() * 0
+
+
+class MeanForCausalLM(transformers.LlamaForCausalLM):
+    """A subclass that replaces the loss."""
+
+    def forward(self, input_ids=None, attention_mask=None, labels=None, **kwargs):
+        outputs: Any = super().forward(input_ids, attention_mask, **kwargs)
+        outputs["loss"] = mean_over_labels(outputs.logits, labels, VOCABULARY)
+        return outputs
+
+
+def own(cls: Any) -> Callable[[], torch.nn.Module]:
+    def make() -> torch.nn.Module:
+        torch.manual_seed(0)
+        return cls(llama().config if cls is MeanForCausalLM else transformers.BertConfig(**BERT))
+
+    return make
+
+
 def calls_super() -> torch.nn.Module:
     torch.manual_seed(0)
     return CallsSuper(transformers.BertConfig(**BERT, num_labels=3))
@@ -437,6 +514,19 @@ USAGES: dict[str, Usage] = {
     "loss by label, counted, no row left": Usage(CountedFocal, "class", STEPS, rows=18, evaluated=10),
     "forward calls super": Usage(calls_super, "class"),
     "not of transformers": Usage(bare, "class"),
+    "own model, a mean": Usage(own(OwnMean), "class", STEPS),
+    "own model, a mean, no row left": Usage(own(OwnMean), "class", STEPS, rows=18),
+    "own model, names the count": Usage(own(IgnoresCount), "class", STEPS),
+    "own model, some ranks use the count": Usage(own(OwnSum), "class", {**STEPS, "per_device_train_batch_size": 4}),
+    "own model, subclass with another loss": Usage(own(MeanForCausalLM), "ids", STEPS),
+    "own loss_function, a mean": Usage(llama_with(mean_over_labels), "ids", STEPS),
+    "own loss_function, a sum": Usage(llama_with(sum_over_labels), "ids", STEPS),
+    "compute_loss_func, a mean": Usage(
+        bert("SequenceClassification", num_labels=3), "class", STEPS, {"compute_loss_func": mean_of_outputs}, rows=16
+    ),
+    "compute_loss_func, a sum": Usage(
+        bert("SequenceClassification", num_labels=3), "class", STEPS, {"compute_loss_func": focal_of_outputs}, rows=16
+    ),
     "passes no count": Usage(llama_of_classes, "class"),
     "encoder-decoder": Usage(t5, "target", {**STEPS, **NOT_GENERATED}, cls=SEQ2SEQ),
     "generation": Usage(t5, "target", GENERATE, WITH_METRICS, cls=SEQ2SEQ),

@@ -2,5 +2,5 @@
 
 `mean`: losses that are a mean over a rank's labels. `router`: auxiliary losses of routers. `short_batch` and
 `short_training_batch`: the loss of the last batch of an evaluation or an epoch, which Accelerate fills up with repeated
-rows. `hooks`: hooks that correct a model's loss.
+rows. `hooks`: hooks that correct a model's loss. `count_use`: observes whether a loss uses the number of labels.
 """

@@ -12,6 +12,7 @@ from types import CodeType
 from typing import Any
 
 import torch
+from torch.utils.hooks import RemovableHandle
 
 COUNT = "num_items_in_batch"
 _HOOKS = "_bmt_loss_hooks"
@@ -47,36 +48,39 @@ def claim_hooks(model: Any, trainer: object) -> bool:
 def hook_loss(
     model: Any,
     correct: Callable[[dict[str, Any], Any, torch.Tensor], torch.Tensor],
-    around: tuple[Callable[[], None], Callable[[], None]] | None = None,
+    around: tuple[Callable[[dict[str, Any]], dict[str, Any]], Callable[[], None]] | None = None,
 ) -> None:
     """Add hooks to `model` that correct the loss of each forward to which Trainer passes `num_items_in_batch`.
 
     Args:
         model: the sharded model, after a call of `claim_hooks`, which removes the hooks of another Trainer.
         correct: called with the forward's keyword arguments, its outputs and the loss. Returns the new loss.
-        around: two functions without arguments, with which the caller can observe what such a forward does. The first
-            is called before each such forward; the second is called after it, even if the forward raises. None calls
-            nothing.
+        around: two functions, with which the caller can observe what such a forward does. The first is called before
+            each such forward with its keyword arguments, and returns those that the forward gets. The second is called
+            after it, even if the forward raises. None calls nothing.
     """
 
     # Whether Trainer passed num_items_in_batch. This is recorded before other hooks run, which may add the argument.
     # The labels are recorded too, because `sequence_parallel` replaces them by those of this rank's tokens.
-    asked, labels = False, None
+    asked, labels, begun = False, None, False
 
     def before(module: Any, inputs: tuple, given: dict[str, Any]) -> None:
-        nonlocal asked, labels
-        asked, labels = given.get(COUNT) is not None, given.get("labels")
-        if isinstance(labels, torch.Tensor) and _UNCOUNTED in vars(base_of(model)):
-            labels = torch.full_like(labels, -100)
-        if around is not None and asked:
-            around[0]()
+        nonlocal asked, labels, begun
+        asked, labels, begun = given.get(COUNT) is not None, counted_labels(model, given.get("labels")), False
+
+    def begin(module: Any, inputs: tuple, given: dict[str, Any]) -> tuple[tuple, dict[str, Any]] | None:
+        nonlocal begun
+        if around is None or not asked:
+            return None
+        begun = True
+        return inputs, around[0](given)
 
     def after(module: Any, inputs: tuple, given: dict[str, Any], outputs: Any) -> Any:
         nonlocal labels
         given, labels = {**given, "labels": labels}, None
         if not asked:
             return None
-        if around is not None:
+        if around is not None and begun:
             around[1]()
         if given.get(COUNT) is None:
             return None
@@ -87,12 +91,23 @@ def hook_loss(
             return type(outputs)._make(corrected) if hasattr(outputs, "_make") else corrected  # pyright: ignore
         return None
 
-    vars(base_of(model))[_HOOKS][1].extend(
-        [
-            model.register_forward_pre_hook(before, with_kwargs=True, prepend=True),
-            model.register_forward_hook(after, with_kwargs=True, always_call=True),
-        ]
+    keep_hooks(
+        model,
+        model.register_forward_pre_hook(before, with_kwargs=True, prepend=True),
+        # After the other hooks, which may look at the arguments, but are not part of the forward.
+        model.register_forward_pre_hook(begin, with_kwargs=True),
+        model.register_forward_hook(after, with_kwargs=True, always_call=True),
     )
+
+
+def keep_hooks(model: Any, *handles: RemovableHandle) -> None:
+    """Let the next call of `claim_hooks` remove hooks.
+
+    Args:
+        model: the sharded model, after a call of `claim_hooks`.
+        *handles: the hooks' handles.
+    """
+    vars(base_of(model))[_HOOKS][1].extend(handles)
 
 
 @contextmanager
@@ -109,6 +124,12 @@ def labels_uncounted(model: Any) -> Iterator[None]:
         yield
     finally:
         del record[_UNCOUNTED]
+
+
+def counted_labels(model: Any, labels: Any) -> Any:
+    """Return `labels` or, while the context `labels_uncounted` of `model` is active, as many ignored labels (-100)."""
+    ignored = isinstance(labels, torch.Tensor) and _UNCOUNTED in vars(base_of(model))
+    return torch.full_like(labels, -100) if ignored else labels
 
 
 def is_scalar(value: Any) -> bool:
@@ -149,6 +170,20 @@ def ignores_count(model: Any) -> bool:
     return any(map(_LOSS.search, names | parts))
 
 
+def has_own_forward(model: Any) -> bool:
+    """Return whether the forward of `model` is code of the user or of the Hub, and not of transformers.
+
+    The names in such code do not tell how it computes its loss. The caller must observe the forward instead.
+    """
+    forward = next(vars(cls)["forward"] for cls in type(base_of(model)).__mro__ if "forward" in vars(cls))
+    return package_of(forward) not in ("transformers", "torch", "hf_bmtrain")
+
+
+def package_of(function: Any) -> str:
+    """Return the name of the package whose code a function is, inside decorators and functools.partial."""
+    return (getattr(_undecorated(function), "__module__", None) or "").split(".")[0]
+
+
 def names_in_forward(model: Any) -> set[str]:
     """Return the names and strings in the code of the forward of `model` and of forwards that it calls by super().
 
@@ -170,9 +205,13 @@ def names_in(function: Any) -> set[str]:
     functools.partial are ignored: the code of the function inside them is read. The result is empty for a function
     without Python code, such as a built-in one.
     """
-    while isinstance(function, functools.partial):
-        function = function.func
-    code = getattr(inspect.unwrap(function), "__code__", None)
+    code = getattr(_undecorated(function), "__code__", None)
     if not isinstance(code, CodeType):
         return set()
     return {*code.co_names, *code.co_varnames, *(text for text in code.co_consts if isinstance(text, str))}
+
+
+def _undecorated(function: Any) -> Any:
+    while isinstance(function, functools.partial):
+        function = function.func
+    return inspect.unwrap(function)

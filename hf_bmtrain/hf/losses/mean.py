@@ -9,140 +9,248 @@ from __future__ import annotations
 import functools
 import logging
 import re
+import weakref
 from collections.abc import Callable
 from typing import Any
 
 import torch
+import transformers
 
 from ...engine.runtime.world import current_world
 from ...engine.wrap.accelerator import ranks_per_row
-from .hooks import COUNT, base_of, chooses_loss, hook_loss, ignores_count, names_in
+from .count_use import CountUse, hide_from_blocks
+from .hooks import (
+    COUNT,
+    base_of,
+    chooses_loss,
+    counted_labels,
+    has_own_forward,
+    hook_loss,
+    ignores_count,
+    names_in,
+    package_of,
+)
 
 _log = logging.getLogger("hf_bmtrain")
 _OF_ROWS = re.compile("CTC|RNNT|TDT")
 """Matches the names of losses that are a mean over rows (sequences), not over labels."""
 
 
-def follow_mean_loss(model: Any, args: Any) -> None:
+def follow_mean_loss(model: Any, trainer: transformers.Trainer) -> Callable[[], bool]:
     """Make Trainer's loss of `model` on several ranks the mean over the labels of all ranks, as in one process.
 
     By default (`average_tokens_across_devices`), Trainer multiplies the loss by the number of ranks. This is right if
-    the model divides a sum by `num_items_in_batch`, the number of labels in all micro-batches on all ranks. But many
+    the loss is a sum divided by `num_items_in_batch`, the number of labels in all micro-batches on all ranks. But many
     models, such as BERT, ignore `num_items_in_batch` and return a mean over this rank's labels. A hook multiplies the
-    loss of such a model by this rank's share of the labels of all ranks, before Trainer multiplies it.
+    loss of such a model by this rank's share of the labels of all ranks, before Trainer multiplies it. The same is done
+    for the result of Trainer's `compute_loss_func`.
 
     Trainer also adds up the losses of micro-batches, which is wrong for a mean, even in one process. This function does
     not change that, but logs a warning.
 
     Args:
         model: the sharded model, after a call of `claim_hooks`, which removes the hooks of another Trainer.
-        args: the trainer's TrainingArguments.
+        trainer: the Trainer that trains or evaluates it.
+
+    Returns:
+        A function that returns whether the model's last forward has computed a loss that is a mean.
     """
-    world = current_world()
-    several = world.size > 1 and args.average_tokens_across_devices
+    args = trainer.args
+    several = current_world().size > 1 and args.average_tokens_across_devices
     if not several and args.gradient_accumulation_steps == 1:
-        return
-    base, told, warned = base_of(model), False, False
-    # A model can ignore num_items_in_batch in three ways: its forward does not use it (`ignores`), does not pass it to
-    # `loss_function`, or calls a `loss_function` that does not use it. `calls` recognizes the last two.
-    ignores, calls = ignores_count(model), _Calls(base) if chooses_loss(model) else None
-    if not ignores and calls is None:
-        return
+        return lambda: False
+    function: Any = trainer.compute_loss_func
+    if callable(function) and not isinstance(function, _ObservedFunction):
+        trainer.compute_loss_func = _ObservedFunction(function, model, trainer)
+    base, forward = base_of(model), _Forward(model)
+    if not forward.may_be_mean:
+        return lambda: False
+    way_out = "set trainer.model_accepts_loss_kwargs = False before train()"
+    correct = _Correction(type(base).__name__, model, trainer, way_out)
 
     def weigh(given: dict[str, Any], outputs: Any, loss: torch.Tensor) -> torch.Tensor:
-        nonlocal told, warned
-        if calls is not None and not calls.ignored:
-            return loss
-        name = "" if calls is None else calls.name
         # A sum needs no hook: Trainer multiplies it by the number of ranks, and gradients are averaged over the ranks,
         # so the result is the sum over all ranks. Adding up the losses of micro-batches is also correct for a sum.
-        if "CTC" in name and base.config.ctc_loss_reduction == "sum":
+        if "CTC" in forward.name and base.config.ctc_loss_reduction == "sum":
             return loss
-        if model.training and args.gradient_accumulation_steps > 1 and not warned and world.rank == 0:
-            _log.warning(
-                "the loss of %s is a mean that ignores num_items_in_batch, but Trainer adds up the losses of the %d "
-                "micro-batches of a step, and does not average them (with or without hf_bmtrain). So the logged loss "
-                "and the gradients are %d times those of the average. To average the losses, set "
-                "trainer.model_accepts_loss_kwargs = False before train()",
-                type(base).__name__, args.gradient_accumulation_steps, args.gradient_accumulation_steps,
-            )  # fmt: skip
-            warned = True
-        if world.size == 1 or not args.average_tokens_across_devices:
-            return loss
-        if not told and world.rank == 0:
-            _log.info(
-                "the loss of %s is a mean over labels. It is averaged over all ranks, instead of "
-                "being multiplied by the number of ranks as Trainer does with "
-                "average_tokens_across_devices=True", type(base).__name__,
-            )  # fmt: skip
-        told = True
-        return loss * _share(given["labels"], loss, bool(_OF_ROWS.search(name))) * ranks_per_row(model)
+        return correct(loss, given["labels"], forward.ignored, forward.observed, bool(_OF_ROWS.search(forward.name)))
 
-    hook_loss(model, weigh, None if calls is None else (calls.begin, calls.end))
+    hook_loss(model, weigh, (forward.begin, forward.end))
+    return lambda: forward.ignored
 
 
-class _Calls:
-    """Records whether a model of transformers ignores `num_items_in_batch` when it calls its `loss_function`.
+class _Forward:
+    """Finds out whether a forward of a model computes a loss that is a mean, because it ignores `num_items_in_batch`.
+
+    A model can do so in three ways: its forward does not use the number, does not pass it to `loss_function`, or calls
+    a `loss_function` that does not use it. For code of transformers, this follows from names in the code. Other code is
+    observed when it runs.
+
+    Args:
+        model: the sharded model, after a call of `claim_hooks`, which removes the hooks of another Trainer.
 
     Attributes:
-        ignored: whether the loss of the last forward is a mean that does not depend on `num_items_in_batch`.
-        name: the name of the loss function that the last forward called; "" if it called none.
+        may_be_mean: False if the loss of every forward is known to be divided by `num_items_in_batch`.
+        ignored: whether the last forward has ignored `num_items_in_batch`.
+        observed: whether `ignored` was observed. It may then differ between ranks.
+        name: the name of the `loss_function` that the last forward called; "" if it called none.
     """
 
-    def __init__(self, base: Any) -> None:
-        self._base = base
-        self._own: list[Any] = []
-        self.ignored, self.name = False, ""
+    def __init__(self, model: Any) -> None:
+        self._base, self._use = base_of(model), CountUse()
+        self._own, self._chooses = has_own_forward(model), chooses_loss(model)
+        self._mean = not self._own and ignores_count(model)
+        self._own_function: list[Any] = []
+        self.may_be_mean = self._own or self._chooses or self._mean
+        self.ignored, self.observed, self.name = False, False, ""
+        if self._own:
+            hide_from_blocks(model)
 
-    def begin(self) -> None:
-        """Replace the model's `loss_function` by one that also records whether it ignores `num_items_in_batch`.
-
-        Called before each forward.
-        """
-        function = self._base.loss_function
-        self._own = [vars(self._base)["_loss_function"]] if "_loss_function" in vars(self._base) else []
-        self.ignored, self.name = False, ""
-        # update_wrapper keeps the function's name, by which other code recognizes it.
-        seen = functools.partial(self._call, function)
-        self._base.loss_function = functools.update_wrapper(seen, function)
+    def begin(self, given: dict[str, Any]) -> dict[str, Any]:
+        """Begin to observe a forward with the keyword arguments `given`. Return those that it must get instead."""
+        self.ignored, self.observed, self.name = self._mean, self._own, ""
+        if self._chooses:
+            # Replace the model's `loss_function` by one that also records what it does.
+            function = self._base.loss_function
+            self._own_function = [vars(self._base)["_loss_function"]] if "_loss_function" in vars(self._base) else []
+            # update_wrapper keeps the function's name, by which other code recognizes it.
+            seen = functools.partial(self._call, function)
+            self._base.loss_function = functools.update_wrapper(seen, function)
+        return {**given, COUNT: self._use.observed(given[COUNT])} if self._own else given
 
     def end(self) -> None:
-        """Restore the model's own `loss_function`. Called after each forward."""
-        vars(self._base).pop("_loss_function", None)
-        for function in self._own:
-            self._base.loss_function = function
+        """End the observation, and restore the model's own `loss_function`. Called after each forward."""
+        if self._own:
+            self.ignored = not self._use.seen
+        if self._chooses:
+            vars(self._base).pop("_loss_function", None)
+            for function in self._own_function:
+                self._base.loss_function = function
 
     def _call(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        loss = function(*args, **kwargs)
-        names = names_in(function)
         self.name = getattr(function, "__name__", "")
-        if kwargs.get(COUNT) is None or not names & {COUNT, "fixed_cross_entropy"}:
+        if self._own:  # the whole forward is observed
+            return function(*args, **kwargs)
+        names = names_in(function)
+        if kwargs.get(COUNT) is None:
             self.ignored = True
-        else:
-            # transformers' loss for sequence classification, recognized by "MSELoss" in its code, takes
-            # `num_items_in_batch`, but ignores it for these two problem types.
-            kind = getattr(self._base.config, "problem_type", None)
-            self.ignored = "MSELoss" in names and kind in ("regression", "multi_label_classification")
+        elif package_of(function) != "transformers":
+            self.observed, kwargs[COUNT] = True, self._use.observed(kwargs[COUNT])
+            loss = function(*args, **kwargs)
+            self.ignored = not self._use.seen
+            return loss
+        elif not names & {COUNT, "fixed_cross_entropy"}:
+            self.ignored = True
+        loss = function(*args, **kwargs)
+        # transformers' loss for sequence classification, recognized by "MSELoss" in its code, takes
+        # `num_items_in_batch`, but ignores it for these two problem types.
+        kind = getattr(self._base.config, "problem_type", None)
+        if "MSELoss" in names and kind in ("regression", "multi_label_classification"):
+            self.ignored = True
         return loss
 
 
-def _share(labels: torch.Tensor, loss: torch.Tensor, of_rows: bool) -> torch.Tensor:
-    """Return this rank's share, from 0 to 1, of the labels of all ranks. Ignored labels (-100) do not count.
+class _ObservedFunction:
+    """A replacement for Trainer's `compute_loss_func`, whose result is averaged over all ranks if it is a mean.
 
-    Collective: every rank must call it.
+    Args:
+        function: the user's `compute_loss_func`.
+        model: the trainer's model.
+        trainer: the Trainer, which multiplies the result by the number of ranks.
+    """
+
+    def __init__(self, function: Callable[..., Any], model: Any, trainer: transformers.Trainer) -> None:
+        self._function, self._model, self._use = function, model, CountUse()
+        name = getattr(function, "__name__", type(function).__name__)
+        self._correct = _Correction(name, model, trainer, "let it return their sum divided by num_items_in_batch")
+
+    def __call__(self, outputs: Any, labels: Any, num_items_in_batch: Any = None) -> Any:
+        if num_items_in_batch is None:
+            return self._function(outputs, labels, num_items_in_batch=None)
+        loss = self._function(outputs, labels, num_items_in_batch=self._use.observed(num_items_in_batch))
+        return self._correct(loss, counted_labels(self._model, labels), not self._use.seen, observed=True)
+
+
+class _Correction:
+    """Multiplies a loss that is a mean over labels by this rank's share of the labels of all ranks.
+
+    Args:
+        name: the name of the class or function that computes the loss, for the log.
+        model: the sharded model.
+        trainer: the Trainer that gets the loss.
+        way_out: how to average the losses of micro-batches, for a warning.
+    """
+
+    def __init__(self, name: str, model: Any, trainer: transformers.Trainer, way_out: str) -> None:
+        self._name, self._model, self._args, self._way_out = name, model, trainer.args, way_out
+        self._trainer = weakref.ref(trainer)  # weak, because the model may live longer than the trainer
+        self._told = self._warned = False
+
+    def __call__(
+        self, loss: torch.Tensor, labels: Any, ignored: bool, observed: bool, of_rows: bool = False
+    ) -> torch.Tensor:
+        """Return the loss that Trainer must get. Collective if Trainer averages over ranks: every rank must call it.
+
+        Args:
+            loss: the loss of this rank.
+            labels: this rank's labels. If they are not a tensor, the loss is returned as it is.
+            ignored: whether the loss is a mean, because its computation ignores `num_items_in_batch`.
+            observed: whether `ignored` was observed on this rank, and may be different on others, for example on a rank
+                without labels. The loss is taken for a mean only if every rank has ignored `num_items_in_batch`.
+            of_rows: whether the loss is a mean over rows that have a label, not over labels.
+        """
+        trainer, world = self._trainer(), current_world()
+        if not isinstance(labels, torch.Tensor):
+            return loss
+        steps, summed = self._args.gradient_accumulation_steps, getattr(trainer, "loss_is_scaled_for_ga", None)
+        if ignored and self._model.training and steps > 1 and summed is not False:
+            self._warn(steps)
+        if not (ignored or observed) or world.size == 1 or not self._args.average_tokens_across_devices:
+            return loss
+        if ignored and not self._told and world.rank == 0:
+            _log.info(
+                "the loss of %s is a mean over labels. It is averaged over all ranks, instead of being multiplied by "
+                "the number of ranks as Trainer does with average_tokens_across_devices=True", self._name,
+            )  # fmt: skip
+            self._told = True
+        if getattr(trainer, "_loss_shifts_labels", False):  # no token predicts the first one
+            labels = labels[..., 1:]
+        return loss * _share(labels, loss, of_rows, ignored, ranks_per_row(self._model))
+
+    def _warn(self, steps: int) -> None:
+        if self._warned or current_world().rank != 0:
+            return
+        self._warned = True
+        _log.warning(
+            "the loss of %s is a mean that ignores num_items_in_batch, but Trainer adds up the losses of the %d "
+            "micro-batches of a step, and does not average them (with or without hf_bmtrain). So the logged loss and "
+            "the gradients are %d times those of the average. To average the losses, %s",
+            self._name, steps, steps, self._way_out,
+        )  # fmt: skip
+
+
+def _share(labels: torch.Tensor, loss: torch.Tensor, of_rows: bool, ignored: bool, shared: int) -> torch.Tensor:
+    """Return the factor by which a mean over this rank's labels is multiplied, or 1 if the loss is no mean.
+
+    The factor is this rank's share of the labels of all ranks, multiplied by `shared`. Ignored labels (-100) do not
+    count. The loss is a mean if every rank has ignored `num_items_in_batch`. Collective: every rank must call it. The
+    host does not wait for the device.
 
     Args:
         labels: this rank's labels.
         loss: the loss, whose device and dtype the result has.
         of_rows: whether to count rows that have a label, instead of labels.
+        ignored: whether this rank has ignored `num_items_in_batch`.
+        shared: the number of ranks that have the same rows (sequences).
     """
     world = current_world()
     counted = labels.ne(-100).flatten(1).any(1) if of_rows else labels.ne(-100)
     mine = counted.sum(dtype=torch.float64).reshape(1).to(loss.device)
-    everyone = mine.clone()
+    everyone = torch.cat([mine, torch.full_like(mine, float(not ignored))])
     # If ranks may run different blocks, other ranks may still be in their forward, whose collectives need this rank.
     # Take part in these collectives before the all-reduce.
     if (entry := world.schedule.negotiated) is not None:
         world.schedule.negotiation.finish(entry)
     world.reduce.all_reduce(everyone).wait()
-    return (mine / everyone).to(loss.dtype)[0]
+    share, used = mine[0] / everyone[0] * shared, everyone[1] > 0
+    return torch.where(used, torch.ones_like(share), share).to(loss.dtype)

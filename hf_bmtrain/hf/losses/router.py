@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -11,13 +12,13 @@ import transformers
 
 from ...engine.runtime.world import current_world
 from ...engine.wrap.accelerator import ranks_per_row
-from .hooks import base_of, hook_loss, ignores_count, is_scalar, names_in_forward
+from .hooks import base_of, hook_loss, is_scalar, names_in_forward
 
 _log = logging.getLogger("hf_bmtrain")
 _COEFFICIENTS = ("router_aux_loss_coef", "aux_loss_coef")
 
 
-def average_router_loss(model: Any, trainer: transformers.Trainer) -> None:
+def average_router_loss(model: Any, trainer: transformers.Trainer, is_mean: Callable[[], bool]) -> None:
     """Make the auxiliary loss of the routers of `model` count once per step, averaged over micro-batches and ranks.
 
     A mixture of experts returns the sum of a cross entropy, divided by `num_items_in_batch` (the number of labels in
@@ -29,10 +30,12 @@ def average_router_loss(model: Any, trainer: transformers.Trainer) -> None:
     Args:
         model: the sharded model, with or without PEFT's adapters.
         trainer: the Trainer that trains it.
+        is_mean: returns whether the last forward has computed a loss that is a mean. A hook of `follow_mean_loss`,
+            which has returned this function, then averages the whole loss, with the auxiliary loss.
     """
     names = names_in_forward(model)
     name = next((name for name in _COEFFICIENTS if name in names), None)
-    if name is None or ignores_count(model):
+    if name is None:
         return
     base, args, told = base_of(model), trainer.args, False
     owner = weakref.ref(trainer)  # weak, because the model may live longer than the trainer and its optimizer
@@ -42,7 +45,7 @@ def average_router_loss(model: Any, trainer: transformers.Trainer) -> None:
         trainer = owner()
         found = [outputs.get("aux_loss")] if isinstance(outputs, dict) else filter(is_scalar, outputs[1:])
         auxiliary = next(iter(found), None)
-        if trainer is None or not isinstance(auxiliary, torch.Tensor):
+        if trainer is None or is_mean() or not isinstance(auxiliary, torch.Tensor):
             return loss
         times = trainer.current_gradient_accumulation_steps if model.training else 1
         times *= current_world().size // ranks_per_row(model) if args.average_tokens_across_devices else 1

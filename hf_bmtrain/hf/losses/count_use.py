@@ -1,0 +1,76 @@
+"""Observe whether the computation of a loss uses `num_items_in_batch`, the number of labels of a step."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ...engine.blocks.block import CheckpointBlock
+from .hooks import COUNT, keep_hooks
+
+_READS = {getattr(torch.Tensor, name) for name in ("item", "tolist", "numpy", "__int__", "__float__", "__bool__")}
+"""Functions that return the value of a tensor, and not as a tensor."""
+
+
+class CountUse:
+    """Observes whether code that gets `num_items_in_batch` uses it. If not, the loss that it computes is a mean.
+
+    Attributes:
+        seen: whether the number that `observed` last returned was used since.
+    """
+
+    def __init__(self) -> None:
+        self.seen = False
+
+    def observed(self, count: Any) -> torch.Tensor:
+        """Return `count` as a tensor whose use sets `seen` to True. Until then, `seen` is False.
+
+        count: `num_items_in_batch`, a tensor of one element or a number.
+        """
+        self.seen, plain = False, torch.as_tensor(count)
+        tensor = plain.as_subclass(_Observed)
+        tensor.plain, tensor.use = plain, self
+        return tensor
+
+
+def hide_from_blocks(model: Any) -> None:
+    """Let the blocks of `model` get `num_items_in_batch` as a plain tensor, and not as one that `CountUse` observes.
+
+    Models of transformers pass all their keyword arguments on to their layers, which do not compute the loss. But the
+    engine and a compiled block may look at the arguments, which must not count as a use.
+
+    model: the sharded model, after a call of `claim_hooks`, which removes the hooks of another Trainer.
+    """
+    for module in model.modules():
+        if isinstance(module, CheckpointBlock):
+            keep_hooks(model, module.register_forward_pre_hook(_hide, with_kwargs=True, prepend=True))
+
+
+def _hide(block: Any, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]] | None:
+    count = kwargs.get(COUNT)
+    return (args, {**kwargs, COUNT: count.plain}) if isinstance(count, _Observed) else None
+
+
+class _Observed(torch.Tensor):
+    """A tensor that tells `use` when it is used.
+
+    torch's functions get the tensor `plain` instead, so their results are not observed, and torch.compile can trace
+    them.
+    """
+
+    plain: torch.Tensor
+    use: CountUse
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        uses = [value.use for value in (*args, *kwargs.values()) if isinstance(value, _Observed)]
+        args = [value.plain if isinstance(value, _Observed) else value for value in args]
+        kwargs = {name: value.plain if isinstance(value, _Observed) else value for name, value in kwargs.items()}
+        result = func(*args, **kwargs)
+        # A look at the dtype, shape or device is no use. torch.compile looks at them even if nothing uses the tensor.
+        if isinstance(result, torch.Tensor) or func in _READS:
+            for use in uses:
+                use.seen = True
+        return result

@@ -181,6 +181,21 @@ def test_l2_regularisation(cls, dtype, exp_avg_dtype):
         torch.testing.assert_close(whole, other.detach(), rtol=close, atol=close / 10, msg=name)
 
 
+@on_ranks(1, 2)
+def test_settings_that_a_loaded_state_lacks():
+    """A state of torch's Adam has no "decoupled" and no "hold_steps": each group keeps its own."""
+    model, plain = bmt.auto_wrap(Tower()), Tower()
+    adam = torch.optim.Adam([{"params": [parameter]} for parameter in plain.parameters()], lr=0.5)
+    groups = [
+        {"params": [parameter], "decoupled": bool(number % 2), "hold_steps": number}
+        for number, parameter in enumerate(model.parameters())
+    ]
+    optimizer = bmt.optim.AdamOptimizer(groups)
+    optimizer.load_state_dict(adam.state_dict())
+    for number, group in enumerate(optimizer.param_groups):
+        assert (group["decoupled"], group["hold_steps"], group["lr"]) == (bool(number % 2), number, 0.5)
+
+
 @full
 @on_ranks(1)
 def test_groups_of_both_kinds():

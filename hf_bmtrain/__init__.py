@@ -1,4 +1,4 @@
-"""ZeRO-2/3 training of any Hugging Face model, with the public interface of the BMTrain library.
+"""ZeRO-2/3 training of Hugging Face models, with the public interface of the BMTrain library.
 
     import hf_bmtrain as bmt
     bmt.init_distributed(seed=0)
@@ -6,9 +6,9 @@
     optimizer = bmt.optim.AdamOptimizer(model.parameters(), lr=1e-4)
 
 `engine` shards and gathers parameters, reduces gradients and updates weights. Each folder in `features` contains one
-feature, such as float8 or LoRA. `checkpoint` saves and loads training, and `faults` finds ranks that hang or fail.
-Users call `bmtrain` (functions with BMTrain's names) and `hf` (for Hugging Face's Trainer and Accelerate). README.md in
-this folder describes the source, and which folder may import which.
+feature, such as float8 or LoRA. `checkpoint` saves and loads the state of training, and `faults` finds ranks that hang
+or fail. Users call `bmtrain` (functions with BMTrain's names) and `hf` (for Hugging Face's Trainer and Accelerate).
+README.md in this folder describes the source, and which folder may import which.
 """
 
 import importlib

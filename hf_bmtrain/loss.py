@@ -1,4 +1,4 @@
-"""Fused cross-entropy losses of logits or, in `linear_cross_entropy`, of hidden states without storing all logits."""
+"""Fused cross-entropy losses. `linear_cross_entropy` takes hidden states, and never stores all logits at once."""
 
 from .features.loss.fused import FusedCrossEntropy, cross_entropy
 from .features.loss.linear import linear_cross_entropy

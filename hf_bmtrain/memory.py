@@ -3,7 +3,7 @@
 if __name__ == "__main__":
     from .features.prediction.command_line import parse
 
-    given = parse()  # before the slow import of transformers, so that --help and wrong options end the program at once
+    given = parse()  # parse before the slow import of transformers, so that --help and errors appear at once
     from .hf.predict_cli import main
 
     main(given)

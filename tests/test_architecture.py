@@ -1,4 +1,7 @@
-"""The order of imports in the package, read with `ast`; nothing is imported. hf_bmtrain/README.md gives the reasons."""
+"""The order of imports in the package, and dtypes that are not given, read with `ast`; nothing is imported.
+
+hf_bmtrain/README.md gives the reasons for the order.
+"""
 
 from __future__ import annotations
 
@@ -118,6 +121,20 @@ def test_hugging_face_is_imported_in_hf_alone():
     pattern = re.compile(rf"^\s*(?:import|from) ({'|'.join(HUGGING_FACE)})\b", re.MULTILINE)
     sources = read_sources(ROOT / PACKAGE)
     assert [module for module, source in sources.items() if pattern.search(source) and folder_of(module) != "hf"] == []
+
+
+def without_dtype(source: str) -> list[int]:
+    """The lines that make a tensor in torch's default dtype, which a program may have set to bfloat16."""
+    factories = [f"torch.{name}" for name in ("zeros", "ones", "empty", "full", "rand", "randn", "linspace")]
+    calls = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call)]
+    calls = [call for call in calls if ast.unparse(call.func) in factories]
+    return [call.lineno for call in calls if {"dtype", None}.isdisjoint(keyword.arg for keyword in call.keywords)]
+
+
+def test_no_tensor_is_made_in_the_default_dtype():
+    found = {module: without_dtype(source) for module, source in read_sources(ROOT / PACKAGE).items()}
+    assert {module: lines for module, lines in found.items() if lines} == {}
+    assert without_dtype("torch.zeros(2)\ntorch.zeros(2, dtype=d)\nx = [torch.rand(1, device=d)]") == [1, 3]
 
 
 def test_the_cuda_sources_are_no_python_package():

@@ -1,9 +1,11 @@
 """Make `import bmtrain` import this package, for scripts and libraries written for BMTrain.
 
-`sys.modules` gets a new module object for `bmtrain` and for each of its public submodules, such as `bmtrain.optim`. The
-objects contain the functions and classes of hf_bmtrain under BMTrain's names. The module hf_bmtrain itself is not
-entered as `bmtrain`: Python would then load files such as hf_bmtrain/engine a second time for `import bmtrain.engine`.
-With the new objects, an import of a submodule that BMTrain does not have fails.
+A new module object is added to `sys.modules` for `bmtrain` and for each of its public submodules, such as
+`bmtrain.optim`. These module objects contain the functions and classes of hf_bmtrain under BMTrain's names.
+
+The module hf_bmtrain itself is not added under the name `bmtrain`, because `import bmtrain.engine` would then load the
+folder hf_bmtrain/engine a second time. With the new module objects, this import fails, because BMTrain has no such
+submodule.
 """
 
 from __future__ import annotations
@@ -72,7 +74,10 @@ _OFFERED = {
     "bmtrain.optim.adam_offload": ("optim", _OFFLOAD),
     "bmtrain.optim.optim_manager": ("optim", _MANAGER),
 }
-"""{module of BMTrain: (submodule of hf_bmtrain that defines its names, "" for hf_bmtrain itself; the names)}."""
+"""The public names of BMTrain's modules, as {module of BMTrain: (submodule of hf_bmtrain, names separated by spaces)}.
+
+The names are taken from the submodule of hf_bmtrain, or from hf_bmtrain itself if the submodule is "".
+"""
 
 
 class _Module(ModuleType):
@@ -91,11 +96,14 @@ class _Module(ModuleType):
 
 
 def install_as_bmtrain() -> None:
-    """Make `import bmtrain`, and imports of its submodules, import this package in the current process.
+    """Replace `bmtrain` by this package in the current process, so that code written for BMTrain runs unchanged.
 
-    Scripts and libraries written for BMTrain then run unchanged. Call this function before they are imported, or start
-    the script with `python -m hf_bmtrain.run`. A second call does nothing. Spawned processes must call it again; forked
-    processes need not. A warning is logged if BMTrain itself is installed.
+    After the call, `import bmtrain` and imports of its public submodules, such as `import bmtrain.optim`, provide the
+    functions and classes of hf_bmtrain. Call this function before anything imports bmtrain. Instead of calling it, you
+    can start the script with `python -m hf_bmtrain.run SCRIPT`.
+
+    A second call does nothing. Spawned processes must call the function again; forked processes need not. If BMTrain
+    itself is installed, a warning is logged.
 
     Raises:
         RuntimeError: BMTrain itself is already imported.
@@ -116,7 +124,7 @@ def install_as_bmtrain() -> None:
             real.origin,
         )
     package = sys.modules[__name__.split(".")[0]]
-    modules = {name: _Module(name) for name in sorted({"bmtrain", *_OFFERED})}  # sorted: packages before submodules
+    modules = {name: _Module(name) for name in sorted({"bmtrain", *_OFFERED})}  # sorted, so that packages come first
     vars(modules["bmtrain"]).update({name: getattr(package, name) for name in package.__all__})
     for name, module in modules.items():
         if name in _OFFERED:

@@ -15,9 +15,12 @@ __all__ = ["CheckpointBlockContext"]
 class CheckpointBlockContext:
     """Context manager that all-gathers the parameters of a block, so that their full values can be read.
 
-    Collective: every rank must enter and leave it. It does the same as `gathered(block)`: the full parameters are
-    copies, the block cannot be called inside, and changed values raise RuntimeError at the end. Prefer `gathered`,
-    which takes any module and with `modify=True` also writes changes back.
+    Collective: every rank must enter and leave it. Inside the context, the block's parameters are temporary copies that
+    have the full shape and values, and the block cannot be called. The copies are only for reading: if their values
+    were changed, leaving the context raises RuntimeError.
+
+    This class is for scripts written for BMTrain. In new code, prefer `gathered`, which does the same for any module
+    and, with `modify=True`, also writes changes back.
 
     Args:
         block: the CheckpointBlock, for example a transformer layer of a model that `auto_wrap` has sharded.
@@ -56,9 +59,7 @@ class CheckpointBlockContext:
         Raises:
             RuntimeError: values of the full parameters were changed since `enter`.
         """
-        inside, self._inside = self._inside, None
-        if inside is not None:
-            inside.__exit__(None, None, None)
+        self.__exit__(None, None, None)
 
     def __enter__(self) -> CheckpointBlockContext:
         self.enter()

@@ -102,25 +102,35 @@ _TOGETHER: dict[str, Callable[[Grid], Any]] = {
     "tp_comm": lambda grid: grid.together, "tp_zero_comm": lambda grid: grid.across,
 }  # fmt: skip
 _READ = _VALUES | _OBJECTS
+_BEFORE = {"rank": 0, "local_rank": 0, "world_size": 1}  # the values before `init_distributed`
 
 
 class Config(Mapping):
     """The class of `config`: a read-only mapping with properties of this process and of its process groups.
 
-    Before `init_distributed`, only the key `initialized` can be read, and it is False. The keys are those of BMTrain:
+    Before `init_distributed`, only four keys can be read: `initialized` is False, and `rank`, `local_rank` and
+    `world_size` are 0, 0 and 1, as in BMTrain. The keys are those of BMTrain:
 
-    * rank, local_rank, world_size, zero_level, loss_scale_factor, loss_scale_steps, device, initialized.
-    * zero_rank and zero_size: this rank's index in the group of all ranks, and its size.
-    * tp_rank and tp_size: this rank's index in its tensor-parallel group, and the size of that group.
-    * tp_zero_rank and tp_zero_size: this rank's index in the group of the ranks that have the same parts of the weights
-      that tensor parallelism splits, and the size of that group.
+    * initialized: whether `init_distributed` was called.
+    * rank, local_rank and world_size: this process's rank, its index among the ranks of its host, and the number of
+      ranks.
+    * device: the torch.device of this process.
+    * zero_level, loss_scale_factor and loss_scale_steps: the values of these arguments of `init_distributed`.
+    * zero_rank and zero_size: this rank's index in the group of all ranks, and the size of that group. They are equal
+      to rank and world_size.
+    * tp_rank and tp_size: this rank's index in its tensor-parallel group, and the size of that group; 0 and 1 without
+      tensor parallelism.
+    * tp_zero_rank and tp_zero_size: this rank's index in the group of all ranks with the same tp_rank, and the size of
+      that group. Where tensor parallelism splits a weight, all ranks of this group have the same part.
     * topology: a `Topology`, which has further indices of this rank in groups.
     * pipe_size and pipe_enabled: 1 and False, because there is no pipeline parallelism.
-    * comm and zero_comm: values for the argument `comm` of collectives, such as `distributed.all_reduce`. Both mean all
-      ranks.
-    * tp_comm and tp_zero_comm, only with tensor parallelism: values for the argument `comm` that mean the ranks of this
-      rank's tensor-parallel group, and of the group of tp_zero_rank.
-    * calc_stream and load_stream: the device's current stream. Communication synchronizes with it automatically.
+    * comm and zero_comm: values for the argument `comm` of collectives, such as `distributed.all_reduce`. Both select
+      all ranks.
+    * tp_comm and tp_zero_comm: further values for the argument `comm`. tp_comm selects the ranks of this rank's
+      tensor-parallel group, and tp_zero_comm selects all ranks with the same tp_rank. These two keys exist only with
+      tensor parallelism.
+    * calc_stream and load_stream: both are the device's current stream, such as a torch.cuda.Stream. Communication
+      synchronizes with this stream automatically.
     """
 
     def __getitem__(self, key: str) -> Any:
@@ -131,6 +141,8 @@ class Config(Mapping):
             return _TOGETHER[key](grid)
         if key not in _READ:
             raise KeyError(f"config has no key {key!r}. Its keys are {', '.join(self)}")
+        if key in _BEFORE and not _initialized():
+            return _BEFORE[key]
         return _READ[key](current_world())
 
     def __iter__(self) -> Iterator[str]:
@@ -148,7 +160,7 @@ class Config(Mapping):
     def __setitem__(self, key: str, value: Any) -> None:
         raise TypeError(
             f"config is read-only, so {key!r} cannot be set. To change a setting, pass it as an argument of "
-            "init_distributed, auto_wrap or CheckpointBlock, if they have it."
+            "init_distributed, auto_wrap or CheckpointBlock, if one of them has such an argument."
         )
 
     def __repr__(self) -> str:

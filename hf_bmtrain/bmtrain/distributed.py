@@ -1,13 +1,13 @@
 """Differentiable collectives, and reductions of results over all ranks.
 
-In backward, each rank gets the gradient of the *sum* of all ranks' losses with respect to its own input. Gradients of
-sharded parameters are averaged over the ranks afterwards, so you need not divide the loss for them. If you use the
-gradient of another tensor, divide it by the world size yourself. Every rank must call every operation, in the same
-order, and run its backward.
+In the backward of an operation, each rank gets the gradient of the *sum* of all ranks' losses with respect to the
+tensor that this rank passed in. Gradients of sharded parameters are averaged over the ranks afterwards, so you need not
+divide the loss for them. If you use the gradient of a tensor that is not a sharded parameter, divide it by the world
+size yourself. Every rank must call the same operations, in the same order, and run their backward.
 
-With `comm=config["tp_comm"]`, an operation is between the ranks of a tensor-parallel group. These ranks compute one
-loss together, so a result that is equal on all of them, such as that of `all_gather`, has the same gradient on each of
-them. As in BMTrain, these gradients are not summed.
+With `comm=config["tp_comm"]`, the ranks of a tensor-parallel group communicate. These ranks compute one loss together,
+so a result that is equal on all of them, such as that of `all_gather`, has the same gradient on each of them. As in
+BMTrain, these gradients are not summed.
 """
 
 from __future__ import annotations
@@ -18,28 +18,29 @@ from typing import Any, NamedTuple
 import torch
 
 from ..engine.base.arguments import expect_number
-from ..engine.comm.communicator import Communicator, as_bytes, group_of
+from ..engine.comm.communicator import Communicator, group_of
 from ..engine.runtime.world import current_world
 
 _OPERATIONS = ("sum", "avg", "max", "min", "prod")
 
 
 def all_gather(x: torch.Tensor, comm: Any = None) -> torch.Tensor:
-    """Stack the tensors of all ranks along a new dimension 0. Differentiable.
+    """Stack the tensors of all ranks, or of a group of ranks, along a new dimension 0. Differentiable.
 
-    Collective: every rank must call it, and run its backward. On rank r, the gradient of `x` is row r of the sum (not
-    the mean) of all ranks' gradients of the result. With `config["tp_comm"]`, it is row r of this rank's own gradient,
-    because those ranks compute one loss together.
+    Collective: every rank of the world must call it, and run its backward, even if `comm` selects a smaller group.
+    Below, "group" means the ranks that `comm` selects, which are all ranks by default.
+
+    On the rank with index r in the group, the gradient of `x` is row r of G. Here, G is the sum (not the mean) of the
+    gradients that the ranks of the group have for the result. With `config["tp_comm"]`, G is this rank's own gradient
+    instead, because those ranks compute one loss together.
 
     Args:
-        x: (...), any dtype; shape and dtype must be equal on all ranks.
-        comm: the ranks that take part. None: all ranks. `config["tp_comm"]`: the ranks of this rank's tensor-parallel
+        x: (...), any dtype; shape and dtype must be equal on all ranks of the group.
+        comm: the group of this rank. None: all ranks. `config["tp_comm"]`: the ranks of this rank's tensor-parallel
             group. `config["tp_zero_comm"]`: the ranks with the same index in their tensor-parallel groups as this rank.
-            With a group, rank r is the rank with index r in the group, and the world size is the size of the group.
-            Every rank of the world must call the function in each case, with the `comm` of its own group.
 
     Returns:
-        (world size, ...), a new tensor on the device of `x`. Row r is the `x` of rank r.
+        (size of the group, ...), a new tensor on the device of `x`. Row r is the `x` of the rank with index r.
 
     Raises:
         NotImplementedError: `comm` is not a communicator from `config`.
@@ -51,23 +52,30 @@ def all_gather(x: torch.Tensor, comm: Any = None) -> torch.Tensor:
 
 
 def all_reduce(x: torch.Tensor, op: str = "sum", comm: Any = None) -> torch.Tensor:
-    """Reduce a tensor over all ranks, element by element. Differentiable.
+    """Reduce a tensor over all ranks, or over a group of ranks, element by element. Differentiable.
 
-    Collective: every rank must call it, and run its backward. Backward adds up the gradients that all ranks have of the
-    result. For "sum", the gradient of `x` is this total g. For "avg", it is g / the number of ranks that take part. For
-    "max" and "min", it is g on the rank that has the maximum or minimum (divided evenly if several ranks have it), and
-    0 on others. For "prod", it is g times the product of the other ranks' values. With `config["tp_comm"]`, g is this
-    rank's own gradient instead of a total, because those ranks compute one loss together.
+    Collective: every rank of the world must call it, and run its backward, even if `comm` selects a smaller group.
+    Below, "group" means the ranks that `comm` selects, which are all ranks by default.
+
+    Let g be the sum of the gradients that the ranks of the group have for the result. With `config["tp_comm"]`, g is
+    this rank's own gradient instead of the sum, because those ranks compute one loss together. The gradient of `x` is:
+
+    * "sum": g.
+    * "avg": g divided by the size of the group.
+    * "max" and "min": for each element, g on the rank that has the maximum or minimum (divided evenly if several ranks
+      have it), and 0 on the other ranks.
+    * "prod": g times the product of the other ranks' values.
 
     Args:
-        x: (...); shape and dtype must be equal on all ranks. The dtypes bool, int16 and complex are not supported.
-        op: "sum", "avg", "max", "min" or "prod". "avg" needs a floating dtype.
-        comm: the ranks that take part. None: all ranks. `config["tp_comm"]`: the ranks of this rank's tensor-parallel
+        x: (...); shape and dtype must be equal on all ranks of the group. The dtypes bool, int16 and complex are not
+            supported.
+        op: "sum", "avg", "max", "min" or "prod". "avg" needs a floating-point dtype; float16 and bfloat16 values are
+            averaged in float32.
+        comm: the group of this rank. None: all ranks. `config["tp_comm"]`: the ranks of this rank's tensor-parallel
             group. `config["tp_zero_comm"]`: the ranks with the same index in their tensor-parallel groups as this rank.
-            Every rank of the world must call the function in each case, with the `comm` of its own group.
 
     Returns:
-        (...), a new tensor on the device of `x`, equal on all ranks.
+        (...), a new tensor of the dtype and on the device of `x`, equal on all ranks of the group.
 
     Raises:
         NotImplementedError: `comm` is not a communicator from `config`.
@@ -77,51 +85,62 @@ def all_reduce(x: torch.Tensor, op: str = "sum", comm: Any = None) -> torch.Tens
     return _all_reduce(_ranks(comm), x, op)
 
 
-def _all_reduce(ranks: _Ranks, x: torch.Tensor, op: str) -> torch.Tensor:
+def _all_reduce(ranks: _Ranks, x: torch.Tensor, op: str, name: str = "all_reduce") -> torch.Tensor:
     if not isinstance(op, str) or op not in _OPERATIONS:
         raise ValueError(f"op must be one of the operations {', '.join(_OPERATIONS)}, not {op!r}")
-    _check_tensor("all_reduce", "x", x)
+    _check_tensor(name, "x", x)
     if x.dtype in (torch.bool, torch.int16) or x.dtype.is_complex or (op == "avg" and not x.dtype.is_floating_point):
         convert = "torch.view_as_real(x)" if x.dtype.is_complex else "x.float()"
         raise ValueError(
-            f"all_reduce cannot take the {op} of {x.dtype} tensors. Convert x first, for example with {convert}"
+            f"{name} cannot take the {op} of {x.dtype} tensors. Convert x first, for example with {convert}"
         )
-    _check_alike("all_reduce", "x", x, ranks)
-    if op in ("sum", "avg"):
-        total = _Sum.apply(ranks, x)
-        return total / ranks.size if op == "avg" else total
+    _check_alike(name, "x", x, ranks)
+    if op == "sum":
+        return _Sum.apply(ranks, x)
+    if op == "avg":  # the sum may overflow in float16 although the average does not
+        total = _Sum.apply(ranks, x.to(torch.promote_types(x.dtype, torch.float32)))
+        return (total / ranks.size).to(x.dtype)
     everyone = _AllGather.apply(ranks, x)
-    return {"max": everyone.amax, "min": everyone.amin, "prod": everyone.prod}[op](0)
+    if op == "prod":
+        return everyone.prod(0, dtype=x.dtype)  # without dtype, torch returns int64 for every integer dtype
+    return everyone.amax(0) if op == "max" else everyone.amin(0)
 
 
 def reduce_scatter(x: torch.Tensor, op: str = "sum", comm: Any = None) -> torch.Tensor:
-    """Reduce a tensor over all ranks and return this rank's part of dimension 0. Differentiable.
+    """Reduce a tensor over all ranks, or over a group, and return this rank's part of dimension 0. Differentiable.
 
-    Collective: every rank must call it, and run its backward. Backward concatenates the gradients that all ranks have
-    of their results. For "sum", the gradient of `x` is this concatenation g. For "avg", it is g / world size. For "max"
-    and "min", it is g on the rank that has the maximum or minimum (divided evenly if several ranks have it), and 0 on
-    others. For "prod", it is g times the product of the other ranks' values. This is the same with
-    `config["tp_comm"]`, because each rank has the gradient of other rows there, too.
+    Collective: every rank of the world must call it, and run its backward, even if `comm` selects a smaller group.
+    Below, "group" means the ranks that `comm` selects, which are all ranks by default.
+
+    Each rank has a gradient of its own part of the reduced tensor. Let g be the concatenation of these gradients, in
+    the order of the ranks in the group. The gradient of `x` is the following, for every group (also for
+    `config["tp_comm"]`):
+
+    * "sum": g.
+    * "avg": g divided by the size of the group.
+    * "max" and "min": for each element, g on the rank that has the maximum or minimum (divided evenly if several ranks
+      have it), and 0 on the other ranks.
+    * "prod": g times the product of the other ranks' values.
 
     Args:
-        x: (world size * n, ...); shape and dtype must be equal on all ranks. The dtypes bool, int16 and complex are not
-            supported.
-        op: "sum", "avg", "max", "min" or "prod". "avg" needs a floating dtype.
-        comm: the ranks that take part. None: all ranks. `config["tp_comm"]`: the ranks of this rank's tensor-parallel
+        x: (size of the group * n, ...); shape and dtype must be equal on all ranks of the group. The dtypes bool, int16
+            and complex are not supported.
+        op: "sum", "avg", "max", "min" or "prod". "avg" needs a floating-point dtype; float16 and bfloat16 values are
+            averaged in float32.
+        comm: the group of this rank. None: all ranks. `config["tp_comm"]`: the ranks of this rank's tensor-parallel
             group. `config["tp_zero_comm"]`: the ranks with the same index in their tensor-parallel groups as this rank.
-            With a group, the rank is the index in the group, and the world size is the size of the group. Every rank of
-            the world must call the function in each case, with the `comm` of its own group.
 
     Returns:
-        (n, ...), rows rank * n to (rank + 1) * n - 1 of the reduced tensor, on the device of `x`.
+        (n, ...), of the dtype and on the device of `x`: rows r * n to (r + 1) * n - 1 of the reduced tensor, where r is
+        this rank's index in the group.
 
     Raises:
         NotImplementedError: `comm` is not a communicator from `config`.
-        ValueError: the size of dimension 0 is not a multiple of the world size; `op` is unknown or cannot reduce this
-            dtype; or shapes or dtypes differ between the ranks, in which case every rank raises it.
+        ValueError: the size of dimension 0 is not a multiple of the size of the group; `op` is unknown or cannot reduce
+            this dtype; or shapes or dtypes differ between the ranks, in which case every rank raises it.
     """
     # together=False makes backward sum the gradients of all ranks. This is necessary even in a tensor-parallel group,
-    # because each rank computes gradients for other rows of the result.
+    # because its ranks, too, compute gradients for different rows of the result.
     ranks = _ranks(comm)._replace(together=False)
     _check_tensor("reduce_scatter", "x", x)
     if x.dim() == 0 or x.shape[0] % ranks.size:
@@ -130,31 +149,35 @@ def reduce_scatter(x: torch.Tensor, op: str = "sum", comm: Any = None) -> torch.
             f"of that number, but the shape is {tuple(x.shape)}"
         )
     rows = x.shape[0] // ranks.size
-    return _all_reduce(ranks, x, op)[ranks.rank * rows : (ranks.rank + 1) * rows]
+    return _all_reduce(ranks, x, op, "reduce_scatter")[ranks.rank * rows : (ranks.rank + 1) * rows]
 
 
 def broadcast(x: torch.Tensor, root: int, comm: Any = None) -> torch.Tensor:
-    """Return one rank's tensor on every rank. Differentiable.
+    """Return one rank's tensor on all ranks, or on all ranks of its group. Differentiable.
 
-    Collective: every rank must call it, and run its backward. On the rank `root`, the gradient of `x` is the sum (not
-    the mean) of all ranks' gradients of the result. On the others it is 0. With `config["tp_comm"]`, it is the root's
-    own gradient instead of the sum, because those ranks compute one loss together.
+    Collective: every rank of the world must call it, and run its backward, even if `comm` selects a smaller group.
+    Below, "group" means the ranks that `comm` selects, which are all ranks by default.
+
+    On the rank `root`, the gradient of `x` is the sum (not the mean) of the gradients that the ranks of the group have
+    for the result. With `config["tp_comm"]`, it is the root's own gradient instead of the sum, because those ranks
+    compute one loss together. On the other ranks, the gradient of `x` is 0.
 
     Args:
-        x: (...), any dtype; shape and dtype must be equal on all ranks. Only the values on the rank `root` are used.
-        root: the rank whose `x` is returned. If `comm` selects a group, the rank's index in that group.
-        comm: the ranks that take part. None: all ranks. `config["tp_comm"]`: the ranks of this rank's tensor-parallel
+        x: (...), any dtype; shape and dtype must be equal on all ranks of the group. Only the values on the rank `root`
+            are used.
+        root: the rank whose `x` is returned, as an index in the group. In the group of all ranks, a rank is its own
+            index.
+        comm: the group of this rank. None: all ranks. `config["tp_comm"]`: the ranks of this rank's tensor-parallel
             group. `config["tp_zero_comm"]`: the ranks with the same index in their tensor-parallel groups as this rank.
-            Every rank of the world must call the function in each case, with the `comm` of its own group.
 
     Returns:
-        (...), a new tensor on the device of `x`.
+        (...), a new tensor on the device of `x`, with the values that `x` has on the rank `root`.
 
     Raises:
         NotImplementedError: `comm` is not a communicator from `config`.
         TypeError: `root` is not an integer.
-        ValueError: `root` is not a rank; or shapes or dtypes differ between the ranks, in which case every rank raises
-            it.
+        ValueError: `root` is not an index of a rank in the group; or shapes or dtypes differ between the ranks, in
+            which case every rank raises it.
     """
     ranks = _ranks(comm)
     size = ranks.size
@@ -169,8 +192,8 @@ class _Ranks(NamedTuple):
     Attributes:
         gather: the communicator for all-gathers and broadcasts.
         reduce: the communicator for reductions.
-        groups: the ranks of this group, and of each other group in which the same operation runs at the same time. Each
-            rank of the world is in exactly one of these groups.
+        groups: the ranks of every group in which this operation runs at the same time, this group included. Each rank
+            of the world is in exactly one of these groups.
         together: whether the ranks of a group compute one loss together, as in tensor parallelism. If so, backward does
             not sum the gradients that these ranks have for a tensor that is equal on all of them.
     """
@@ -225,8 +248,8 @@ def _check_alike(function: str, name: str, x: torch.Tensor, ranks: _Ranks) -> No
     if any(everyone[rank] != everyone[group[0]] for group in ranks.groups for rank in group):
         listing = ", ".join(f"rank {rank}: {shape} {dtype}" for rank, (shape, dtype) in enumerate(everyone))
         raise ValueError(
-            f"{function} needs equal shapes and dtypes on all ranks, got {listing}. Pad to a common length or "
-            "convert to a common dtype first."
+            f"{function} needs equal shapes and dtypes on all ranks that communicate, got {listing}. Pad to a common "
+            "length or convert to a common dtype first."
         )
 
 
@@ -238,7 +261,7 @@ def _stack(ranks: _Ranks, x: torch.Tensor) -> torch.Tensor:
     local = x.detach().to(current_world().device).contiguous()
     full = local.new_empty((ranks.size, *local.shape))
     if local.numel():
-        ranks.gather.all_gather(as_bytes(full), as_bytes(local)).wait()
+        ranks.gather.all_gather(full, local).wait()
     return full.to(x.device)
 
 
@@ -280,7 +303,7 @@ class _Sum(torch.autograd.Function):
 
 
 def _added_up(ranks: _Ranks, gradient: torch.Tensor) -> torch.Tensor:
-    """Return the sum of the gradients that all `ranks` have for a tensor whose values are equal on all of them.
+    """Return the sum of the gradients that the ranks in `ranks` have for a tensor that is equal on all of them.
 
     If these ranks compute one loss together, as in tensor parallelism, return this rank's own gradient instead.
     Collective: every rank must call it.
@@ -300,7 +323,7 @@ class _Broadcast(torch.autograd.Function):
         ctx.ranks, ctx.root = ranks, root
         values = x.detach().to(current_world().device, copy=True).contiguous()
         if values.numel():
-            ranks.gather.broadcast(as_bytes(values), root).wait()
+            ranks.gather.broadcast(values, root).wait()
         return values.to(x.device)
 
     @staticmethod
@@ -310,21 +333,26 @@ class _Broadcast(torch.autograd.Function):
 
 
 def sum_loss(loss: torch.Tensor, comm: Any = None) -> torch.Tensor:
-    """Return the mean of a loss over all ranks, element by element. Differentiable.
+    """Return the mean of a loss over all ranks, or over a group of ranks, element by element. Differentiable.
 
-    Collective: every rank must call it. Despite its name, it returns the mean, as in BMTrain. For logging, keep
-    `.item()` or `.detach()` of the result, because the result itself keeps the autograd graph of the forward in memory.
+    Collective: every rank of the world must call it, even if `comm` selects a smaller group. If one rank runs backward
+    on the result, every rank must. Below, "group" means the ranks that `comm` selects, which are all ranks by default.
+    Despite its name, the function returns the mean, as in BMTrain.
 
-    Training does not need it: if every rank calls `loss.backward()`, sharded parameters get the gradients of the mean.
-    If every rank calls backward on the result instead, they get the same gradients. The gradient of `loss` is the sum
-    of all ranks' gradients of the result, divided by the world size; with `config["tp_comm"]`, it is this rank's own
-    gradient, divided by the size of the group.
+    Use this function to log the loss. Keep only `.item()` or `.detach()` of the result, because the result itself keeps
+    the autograd graph of the forward in memory.
+
+    Training does not need this function: if every rank calls `loss.backward()`, sharded parameters already get the
+    gradients of the mean loss. If every rank instead calls backward on the result, sharded parameters get the same
+    gradients, except with `config["tp_comm"]`.
+
+    In backward, the gradient of `loss` is the sum of the gradients that the ranks of the group have for the result,
+    divided by the size of the group. With `config["tp_comm"]`, it is this rank's own gradient, divided by that size.
 
     Args:
-        loss: a scalar on every rank, or (...) with equal shape and dtype on all ranks.
-        comm: the ranks that take part. None: all ranks. `config["tp_comm"]`: the ranks of this rank's tensor-parallel
+        loss: a scalar on every rank, or (...) with equal shape and dtype on all ranks of the group.
+        comm: the group of this rank. None: all ranks. `config["tp_comm"]`: the ranks of this rank's tensor-parallel
             group. `config["tp_zero_comm"]`: the ranks with the same index in their tensor-parallel groups as this rank.
-            Every rank of the world must call the function in each case, with the `comm` of its own group.
 
     Returns:
         (...) float32, on the device of `loss`.

@@ -25,8 +25,10 @@ from ..engine.runtime.world import (
     enter_world,
     refuse_parallelism,
 )
+from ..engine.tensors.collectives import override_initializers
+from ..engine.tensors.tensor import ShardBase, WholeCopy
 from ..faults.bad_gradients import GradientWatcher
-from ..faults.process import install
+from ..faults.process import destroy_at_exit, install
 from ..faults.watch import Watch
 from ..features.auto_wrap import LayerFeatures
 from ..features.float8.calibrate import float8_decision, restore_decision
@@ -34,6 +36,11 @@ from ..features.tensor_parallel.groups import Groups, make_grid
 from ..features.tensor_parallel.same_rows import SameRowsCheck
 
 _log = logging.getLogger("hf_bmtrain")
+# How the log describes the ways in which shards are all-gathered.
+_GATHERS = {
+    "PeerGather": "peer copies (small shards: collectives)", "CollectiveGather": "collectives",
+    "HostGather": "collectives, across hosts only once after each change of the weights",
+}  # fmt: skip
 
 
 def init_distributed(
@@ -67,30 +74,38 @@ def init_distributed(
             scale, unless it is created with another number.
         timeout: how many seconds a rank waits for other ranks before all ranks end with an error.
         gather: how weights and gradients are exchanged between the ranks over which they are sharded (`shard_over`).
-            "peer": each rank reads shards from the memory of other ranks, and writes gradients of blocks to their
-            memory. This needs all these ranks on one host and, on GPUs, peer access. "collective": with collectives of
-            NCCL or gloo. "two-level": with collectives first between hosts, so that each shard enters a host once, and
-            then inside each host. This needs several hosts with equally many ranks, at least two. "auto": the first of
-            these that is possible: "peer" (only on GPUs, and only for shards of at least 16 MiB; smaller ones use
-            collectives), "two-level", "collective".
+
+            * "peer": each rank reads shards from, and writes gradients of blocks to, the memory of other ranks. All
+              these ranks must be on one host. GPUs also need peer access.
+            * "collective": with collectives of NCCL or gloo between all these ranks.
+            * "two-level": with collectives of NCCL or gloo in two steps. Weights are exchanged first between hosts, so
+              that each shard is sent to each host only once, and then inside each host. Gradients take the opposite
+              order. This needs several hosts with the same number of ranks, at least two on each.
+            * "auto": the first of these that is possible: "peer", "two-level", "collective". "auto" selects "peer" only
+              on GPUs, and then still exchanges shards of less than 16 MiB with collectives.
         pipe_size: for compatibility with BMTrain; must be 1 or -1.
         tp_size: the number of consecutive ranks in a tensor-parallel group. Layers of `nn` such as ColumnParallelLinear
-            split their weights over the group, and `auto_wrap` splits models of transformers by their `tp_plan`. It
-            must divide the number of ranks; 1 or -1 means no tensor parallelism. Give the ranks of a group the same
-            rows of the data set; Trainer with BMTrainCallback and Accelerate do so for models with a `tp_plan`.
+            split their weights over the group, and `auto_wrap` splits models from transformers by their `tp_plan`.
+            `tp_size` must divide the number of ranks; 1 or -1 means no tensor parallelism. Give the ranks of a group
+            the same rows of the data set; Trainer with BMTrainCallback and Accelerate do so for models with a
+            `tp_plan`.
         init_method: the URL for the rendezvous, as in torch.distributed.init_process_group.
         num_micro_batches: for compatibility with BMTrain's pipeline; ignored.
-        shard_over: the ranks over which weights, gradients and optimizer state are sharded. "world": all ranks. "host":
-            the ranks of one host, so that every host has a complete copy, and only gradients are exchanged between
-            hosts (hybrid sharding, HSDP). "host+world": gradients and optimizer state over all ranks, but weights over
-            the ranks of one host. Hosts then exchange the new weights once per step, which is slower than "host" but
-            needs less memory. "auto" selects by the first of these rules that applies: (1) "world" if the hosts have
-            different numbers of ranks, or one rank each; (2) "host" if gather="peer"; (3) "world" if the measured
-            bandwidth between hosts is at least half of that inside a host; (4) "host" if gather="collective"; (5)
-            "host+world" otherwise. The log says what was selected and why. On one host, all values mean the same.
-            "host" needs hosts with equally many ranks, and does not work with gather="two-level". "host+world" needs
-            hosts with equally many ranks, at least two on each. It does not work with gather="collective" and, on
-            several hosts, not with gather="peer" either.
+        shard_over: the ranks over which weights, gradients and optimizer state are sharded. On one host, all values
+            mean the same.
+
+            * "world": all ranks.
+            * "host": the ranks of one host (hybrid sharding, HSDP). Every host has a complete copy, and only gradients
+              are exchanged between hosts. The hosts must have the same number of ranks. `gather` must not be
+              "two-level".
+            * "host+world": weights are sharded over the ranks of one host, gradients and optimizer state over all
+              ranks. Hosts exchange the new weights once per step. This is slower than "host" but needs less memory. If
+              there are several hosts, they must have the same number of ranks, at least two on each, and `gather` must
+              not be "peer". `gather` must not be "collective", even on one host.
+            * "auto": selects one of the above, and logs which one and why. The first of these rules that applies is
+              used: (1) "world" if the hosts have different numbers of ranks, or one rank each. (2) "host" if the
+              argument `gather` is "peer". (3) "world" if the measured bandwidth between hosts is at least half of that
+              inside a host. (4) "host" if the argument `gather` is "collective". (5) "host+world".
 
     Raises:
         RuntimeError: this function was called before, a rank did not call it within `timeout`, the ranks' arguments
@@ -104,18 +119,22 @@ def init_distributed(
 
         bmt.init_distributed(seed=0)
     """
-    check_seed(seed)
+    seed = check_seed(seed)
     check_zero_level(zero_level)
-    expect_number("loss_scale_factor", loss_scale_factor, "at least 1 and finite", lambda x: 1 <= x < float("inf"))
-    expect_number("loss_scale_steps", loss_scale_steps, "at least 1", lambda steps: steps >= 1, integer=True)
-    expect_number("timeout", timeout, "above 0 and at most 1e8 seconds", lambda seconds: 0 < seconds <= 1e8)
+    loss_scale_factor = expect_number(
+        "loss_scale_factor", loss_scale_factor, "at least 1 and finite", lambda x: 1 <= x < float("inf")
+    )
+    loss_scale_steps = expect_number(
+        "loss_scale_steps", loss_scale_steps, "at least 1", lambda steps: steps >= 1, integer=True
+    )
+    timeout = expect_number("timeout", timeout, "above 0 and at most 1e8 seconds", lambda seconds: 0 < seconds <= 1e8)
     check_addresses(gather, shard_over, init_method)
     expect_number("pipe_size", pipe_size, "1", integer=True)
     if pipe_size not in (1, -1):  # BMTrain accepts -1 too, and treats it as 1
         refuse_parallelism(f"pipe_size={pipe_size}")
     rank, size, local_rank = find_place()
     together = "1, or a number that divides the number of ranks"
-    expect_number(
+    tp_size = expect_number(
         "tp_size", tp_size, f"{together}, which is {size}", lambda n: n == -1 or (n > 0 and size % n == 0), integer=True
     )
     check_no_world()
@@ -133,7 +152,12 @@ def init_distributed(
     watch = Watch() if size > 1 else None
     monitor = watch or Monitor()
     waits = timedelta(seconds=timeout)
-    found = open_backend(rank, size, device, waits, gather, shard_over, init_method, facts, monitor)
+    try:
+        found = open_backend(rank, size, device, waits, gather, shard_over, init_method, facts, monitor)
+    except BaseException:
+        if not joined and dist.is_initialized():
+            destroy_at_exit()
+        raise
     blocks, outside, grid, split_kind = found.blocks, found.outside, None, None
     if tp_size > 1:
         grid = make_grid(rank, size, tp_size, found.open_group)
@@ -155,9 +179,9 @@ def init_distributed(
     enter_world(world)
     atexit.register(compat.install())
     if watch is not None:
+        atexit.register(override_initializers((ShardBase, WholeCopy)))
         install(world, watch, found.opened, joined)
-    kind = type(found.shards).__name__
     _log.info(
-        "rank %d of %d on %s: all-gathers use hf_bmtrain's class %s, and zero_level is %d",
-        rank, size, device, kind, zero_level,
+        "rank %d of %d on %s: zero_level %d; shards are all-gathered with %s",
+        rank, size, device, zero_level, _GATHERS[type(found.shards).__name__],
     )  # fmt: skip

@@ -77,7 +77,7 @@ class _Local:
 
 
 def _line(ranks: Sequence[_Local], shape: tuple[int, ...]) -> dict[str, Any]:
-    """Return the dict that a summary has for one tensor: its name, shape and statistics over all ranks.
+    """Return the dict that describes one tensor in a summary: its name, its shape and statistics over all ranks.
 
     ranks: the statistics of each rank's elements.
     shape: the shape to put into the dict.
@@ -104,17 +104,20 @@ def inspect_model(model: torch.nn.Module, param_name: str, prefix: str = "") -> 
     Args:
         model: the model, sharded or not.
         param_name: a pattern for the names of parameters (`*`, `?`, `[...]`), such as "*.weight".
-        prefix: a text to put before each name. The pattern must match the name with this prefix.
+        prefix: a string to put before each name, for example "model." if `model` is the attribute `model` of a larger
+            module. `param_name` must match the name with this prefix.
 
     Returns:
-        A list with a dict for each parameter whose name matches; a tied parameter has a dict for each of its names. The
+        A list with a dict for each parameter whose name matches. A tied parameter has a dict for each of its names. The
         keys are:
 
-        * name, with the prefix, and shape, the full shape;
-        * std (unbiased), mean, max and min, over all elements of the full parameter;
-        * grad_std and grad_mean, of the full `.grad`, which includes a loss scale; 0.0 without a gradient.
+        * name: the parameter's name, with the prefix.
+        * shape: the shape of the full parameter.
+        * std (unbiased), mean, max and min: over all elements of the full parameter.
+        * grad_std and grad_mean: over all elements of the full `.grad`, as it is stored; 0.0 if there is no gradient.
+          If training uses a loss scale, the stored gradient is multiplied by it.
 
-        Parameters that are not sharded are described by this rank's values alone.
+        For a parameter that is not sharded, the statistics cover only this rank's copy.
     """
     world = current_world()
     expect_module("model", model)
@@ -195,7 +198,7 @@ class InspectTensor:
         """Compute statistics of the recorded tensors over all ranks. Collective: every rank must call it.
 
         Returns:
-            A list with a dict for each recorded tensor, in order, the same on every rank. All values describe the
+            A list, equal on all ranks, with a dict for each recorded tensor, in order. All values describe the
             concatenation of the ranks' tensors on dimension 0. Scalars are combined as if they had shape (1,), so their
             statistics are over one number of each rank. The keys are:
 
@@ -236,12 +239,16 @@ class InspectTensor:
         return lines
 
     def get_tensor(self, name: str, group: str | None = None, index: int | None = None) -> torch.Tensor | None:
-        """Return a tensor that this rank recorded. Its `.grad` is its gradient, if that was kept too.
+        """Return a tensor that this rank recorded. Not collective.
+
+        After the backward, the tensor's `.grad` is its gradient, if the tensor requires a gradient and `record_tensor`
+        was called with `requires_grad=True` (the default).
 
         Args:
-            name: the name under which it was recorded.
-            group: the group under which it was recorded.
-            index: its index among the tensors recorded with this name and group; None for the first.
+            name: the `name` that was passed to `record_tensor`.
+            group: the `group` that was passed to `record_tensor`; None if there was none.
+            index: the index, from 0, among the tensors that were recorded with this name and group. There are several,
+                for example, if there were several forwards. None means 0.
 
         Returns:
             The recorded tensor itself, not a copy; None if no such tensor was recorded.
@@ -320,6 +327,7 @@ def record_tensor(x: torch.Tensor, name: str, group: str | None = None, requires
 
     Raises:
         ValueError: `x` is a parameter, or not a tensor.
+        TypeError: another argument has the wrong type.
     """
     if isinstance(x, torch.nn.Parameter) or not isinstance(x, torch.Tensor):
         raise ValueError(
@@ -336,14 +344,16 @@ def record_tensor(x: torch.Tensor, name: str, group: str | None = None, requires
 
 
 def format_summary(summary: Sequence[dict[str, Any]]) -> str:
-    """Format a summary as a text table: a header, and one line per parameter or recorded tensor.
+    """Return a summary as a text table: a header, and one line per parameter or recorded tensor.
+
+    The columns are name, shape, max, min, std, mean, grad_std and grad_mean, which are keys of each dict in `summary`.
 
     Args:
         summary: the result of `inspect_model` or `InspectTensor.get_summary`.
 
     Raises:
         TypeError: `summary` is not a list of dicts.
-        ValueError: a dict lacks the key of a column.
+        ValueError: a dict lacks one of these keys.
     """
     expect_kind("summary", summary, (list, tuple), "a list, from inspect_model or get_summary")
     for line in summary:
@@ -360,7 +370,7 @@ def format_summary(summary: Sequence[dict[str, Any]]) -> str:
 
 
 def _cell(value: Any) -> str:
-    """Return the text of a table cell: "-" for None, four decimals for a float, otherwise `str(value)`."""
+    """Return the string for a table cell: "-" for None, four decimals for a float, otherwise `str(value)`."""
     if value is None:
         return "-"
     return f"{value:.4f}" if isinstance(value, float) else str(value)

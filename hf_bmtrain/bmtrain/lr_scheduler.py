@@ -1,8 +1,14 @@
-"""Learning-rate schedules: a linear warm-up, then one of five decays.
+"""Learning-rate schedules: a linear warm-up, then a constant learning rate (`NoDecay`) or one of four decays.
 
-t is the number of steps taken so far (`num_iter`), w the number of warm-up steps (`warmup_iter`), e the last step
-(`end_iter`), and s the peak learning rate (`start_lr`). While t < w, the learning rate is s*t/w, or for `Noam`
-s/sqrt(w)*t/w. So with a warm-up the first update has a learning rate of 0, as in BMTrain.
+The formulas in this module use these letters:
+
+* t: the number of steps taken so far (`num_iter`).
+* w: the number of warm-up steps (`warmup_iter`).
+* e: the step at which `Linear` and `Cosine` end their decay (`end_iter`; the other schedules ignore it).
+* s: `start_lr`, which is the learning rate at the end of the warm-up, except for `Noam`.
+
+While t < w, the learning rate is s*t/w (for `Noam`, s/sqrt(w)*t/w). So with a warm-up, the learning rate of the first
+update is 0, as in BMTrain.
 """
 
 from __future__ import annotations
@@ -33,11 +39,13 @@ class WarmupLRScheduler:
         optimizer: the optimizer. The schedule sets the learning rate of all its `param_groups`.
         start_lr: the learning rate at the end of the warm-up (`Noam` scales it).
         warmup_iter: the number of warm-up steps; 0 for none.
-        end_iter: the step at which the decay ends. Schedules whose decay does not end ignore it (-1 is customary).
+        end_iter: the step at which the decay ends. Schedules whose decay does not end ignore it (-1 or None).
         num_iter: the number of steps already taken; not 0 if training resumes.
 
     Attributes:
         current_lr: the learning rate that was set last.
+        own_state: a class attribute with the names of the attributes that a subclass adds to `state_dict()`. For
+            example, `Exponential` sets it to ("gamma",).
 
     Raises:
         TypeError: a setting is not a number.
@@ -47,13 +55,13 @@ class WarmupLRScheduler:
 
     own_state: tuple[str, ...] = ()  # names of the attributes that a subclass adds to the state dict
 
-    def __init__(self, optimizer: Any, start_lr: float, warmup_iter: int, end_iter: int, num_iter: int = 0):
+    def __init__(self, optimizer: Any, start_lr: float, warmup_iter: int, end_iter: int | None, num_iter: int = 0):
         if not hasattr(optimizer, "param_groups") or isinstance(optimizer, type):
             raise ValueError(f"optimizer must have param_groups, but {type(optimizer).__name__} has none")
         self.optimizer = optimizer
         self.start_lr = start_lr
         self.warmup_iter = warmup_iter
-        self.end_iter = end_iter
+        self.end_iter: Any = end_iter  # a number, or None where it is ignored
         self.num_iter = num_iter
         self.check()
         self.step(num_iter)
@@ -61,17 +69,23 @@ class WarmupLRScheduler:
     def check(self) -> None:
         """Check the settings of this learning rate schedule. `__init__` and `load_state_dict` call this method.
 
+        Settings that are numbers of NumPy become numbers of Python.
+
         Raises:
             TypeError: a setting is not a number.
             ValueError: a setting is out of range.
         """
-        expect_number("start_lr", self.start_lr, "finite and at least 0", lambda rate: 0 <= rate < math.inf)
-        expect_number("num_iter", self.num_iter, "finite and at least 0", lambda steps: 0 <= steps < math.inf)
-        wanted = "finite and at least 0 (0: no warm-up)"
-        expect_number("warmup_iter", self.warmup_iter, wanted, lambda steps: 0 <= steps < math.inf)
-        expect_number(
-            "end_iter", self.end_iter, "finite (-1 for a schedule without an end)", lambda steps: abs(steps) < math.inf
+        self.start_lr = expect_number(
+            "start_lr", self.start_lr, "finite and at least 0", lambda rate: 0 <= rate < math.inf
         )
+        self.num_iter = expect_number(
+            "num_iter", self.num_iter, "finite and at least 0", lambda steps: 0 <= steps < math.inf
+        )
+        wanted = "finite and at least 0 (0: no warm-up)"
+        self.warmup_iter = expect_number("warmup_iter", self.warmup_iter, wanted, lambda steps: 0 <= steps < math.inf)
+        if self.end_iter is not None:
+            wanted = "finite (-1 for a schedule without an end)"
+            self.end_iter = expect_number("end_iter", self.end_iter, wanted, lambda steps: abs(steps) < math.inf)
 
     def get_lr_warmup(self, num_iter: int) -> float:
         """Return the learning rate at a step of the warm-up: start_lr * num_iter / warmup_iter.
@@ -84,7 +98,7 @@ class WarmupLRScheduler:
     def get_lr_decay(self, num_iter: int) -> float:
         """Return the learning rate at a step after the warm-up. Subclasses must override this method.
 
-        The result is the learning rate itself, not a factor of `start_lr`.
+        The result is the learning rate itself, not a factor by which `start_lr` is multiplied.
 
         Args:
             num_iter: the step, at least `warmup_iter`. It counts from the start of training, not from the end of the
@@ -114,8 +128,9 @@ class WarmupLRScheduler:
         """
         if num_iter is None:
             num_iter = self.num_iter + 1
-        expect_number("num_iter", num_iter, "finite and at least 0", lambda steps: 0 <= steps < math.inf)
-        self.num_iter = num_iter
+        self.num_iter = expect_number(
+            "num_iter", num_iter, "finite and at least 0", lambda steps: 0 <= steps < math.inf
+        )
         self.current_lr = self.get_lr()
         for group in self.optimizer.param_groups:
             if isinstance(group["lr"], torch.Tensor):
@@ -133,13 +148,14 @@ class WarmupLRScheduler:
         return {name: getattr(self, name) for name in (*STATE, *self.own_state)}
 
     def load_state_dict(self, state_dict: dict[str, float]) -> None:
-        """Replace the schedule's settings and its step by saved ones, and set the learning rate in the optimizer.
+        """Replace the schedule's settings and its step by saved values, and set the learning rate in the optimizer.
 
         If an error is raised, the schedule does not change.
 
         Args:
-            state_dict: the result of `state_dict()` of a schedule of the same class, of this package or of BMTrain. The
-                state of BMTrain's `Exponential` has no `gamma`, so the present `gamma` is kept.
+            state_dict: the result of `state_dict()` of a schedule of the same class, in this package or in BMTrain. The
+                state of BMTrain's `Exponential` has no `gamma`, so the present `gamma` is kept. Other keys are ignored
+                if the class is not of this package: a subclass may add keys in its `state_dict`, and load them itself.
 
         Raises:
             TypeError: `state_dict` is not a dict, or a value in it is not a number.
@@ -147,14 +163,16 @@ class WarmupLRScheduler:
         """
         expect_kind("state_dict", state_dict, dict, "a dict that a schedule's state_dict() returned")
         missing = sorted(set(STATE) - set(state_dict))
-        unexpected = sorted(set(map(str, state_dict)) - set(STATE) - set(self.own_state))
+        known = {*STATE, *self.own_state}
+        of_package = type(self).__module__ == __name__
+        unexpected = sorted(set(map(str, state_dict)) - known) if of_package else []
         if missing or unexpected:
             raise ValueError(
                 f"state_dict is not from a {type(self).__name__} schedule: keys {missing} are missing, and keys "
                 f"{unexpected} are unexpected. Create a schedule of the class that was saved."
             )
-        before = self.state_dict()
-        self.__dict__.update(state_dict)
+        before = {name: getattr(self, name) for name in known}
+        self.__dict__.update({name: value for name, value in state_dict.items() if name in known})
         try:
             self.check()
             self.step(self.num_iter)
@@ -172,7 +190,7 @@ class NoDecay(WarmupLRScheduler):
         optimizer: the optimizer whose `param_groups` receive the learning rate.
         start_lr: s, the learning rate at the end of the warm-up.
         warmup_iter: w, the number of warm-up steps; 0 for none.
-        end_iter: ignored (-1 is customary).
+        end_iter: ignored (-1 or None).
         num_iter: the step t at which to begin; not 0 if training resumes.
 
     Raises:
@@ -190,7 +208,7 @@ class NoDecay(WarmupLRScheduler):
 
 
 class Noam(WarmupLRScheduler):
-    """Schedule with a linear warm-up, then a decay with the square root of the step.
+    """Schedule with a linear warm-up, then a decay in inverse proportion to the square root of the step.
 
     At step t, the learning rate is (s / sqrt(w)) * (t / w) while t < w, and s / sqrt(max(1, t)) from then on. Its
     maximum is s / sqrt(w), or s without a warm-up (Vaswani et al. 2017, section 5.3).
@@ -199,7 +217,7 @@ class Noam(WarmupLRScheduler):
         optimizer: the optimizer whose `param_groups` receive the learning rate.
         start_lr: s, the factor in these formulas. With a warm-up, it is not the maximum.
         warmup_iter: w, the number of warm-up steps; 0 for none.
-        end_iter: ignored (-1 is customary).
+        end_iter: ignored (-1 or None).
         num_iter: the step t at which to begin; not 0 if training resumes.
 
     Raises:
@@ -249,6 +267,7 @@ class Linear(WarmupLRScheduler):
             ValueError: a setting is out of range, or `end_iter` is not above `warmup_iter`.
         """
         super().check()
+        expect_number("end_iter", self.end_iter, "above warmup_iter")
         if self.end_iter <= self.warmup_iter:
             raise ValueError(
                 f"Linear decays from warmup_iter to end_iter, so end_iter must be larger than warmup_iter, but "
@@ -291,6 +310,7 @@ class Cosine(WarmupLRScheduler):
             ValueError: a setting is out of range, or `end_iter` is below `warmup_iter`.
         """
         super().check()
+        expect_number("end_iter", self.end_iter, "at least warmup_iter")
         if self.end_iter < self.warmup_iter:
             raise ValueError(
                 f"Cosine decays from warmup_iter to end_iter, so end_iter must not be smaller than warmup_iter, but "
@@ -300,7 +320,8 @@ class Cosine(WarmupLRScheduler):
     def get_lr_decay(self, num_iter: int) -> float:
         """Return (start_lr / 2) * (1 + cos(pi * p)), the learning rate at a step after the warm-up.
 
-        p = min(1, (num_iter - warmup_iter) / max(1, end_iter - warmup_iter)) is the share of the decay that is over.
+        Here, p = min(1, (num_iter - warmup_iter) / max(1, end_iter - warmup_iter)) is the fraction of the decay that
+        is complete.
 
         Args:
             num_iter: the step, counted from the start of training.
@@ -318,7 +339,7 @@ class Exponential(WarmupLRScheduler):
         optimizer: the optimizer whose `param_groups` receive the learning rate.
         start_lr: s, the learning rate at the end of the warm-up.
         warmup_iter: w, the number of warm-up steps; 0 for none.
-        end_iter: ignored (-1 is customary).
+        end_iter: ignored (-1 or None).
         num_iter: the step t at which to begin; not 0 if training resumes.
         gamma: the factor per step, in (0, 1].
 
@@ -330,7 +351,13 @@ class Exponential(WarmupLRScheduler):
     own_state = ("gamma",)
 
     def __init__(
-        self, optimizer: Any, start_lr: float, warmup_iter: int, end_iter: int, num_iter: int = 0, gamma: float = 0.95
+        self,
+        optimizer: Any,
+        start_lr: float,
+        warmup_iter: int,
+        end_iter: int | None,
+        num_iter: int = 0,
+        gamma: float = 0.95,
     ):
         self.gamma = gamma
         super().__init__(optimizer, start_lr, warmup_iter, end_iter, num_iter)
@@ -343,7 +370,7 @@ class Exponential(WarmupLRScheduler):
             ValueError: a setting is out of range, or `gamma` is not in (0, 1].
         """
         super().check()
-        expect_number("gamma", self.gamma, "above 0 and at most 1", lambda gamma: 0 < gamma <= 1)
+        self.gamma = expect_number("gamma", self.gamma, "above 0 and at most 1", lambda gamma: 0 < gamma <= 1)
 
     def get_lr_decay(self, num_iter: int) -> float:
         """Return the learning rate at a step after the warm-up: start_lr * gamma^(num_iter - warmup_iter).

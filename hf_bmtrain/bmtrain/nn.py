@@ -34,10 +34,10 @@ class Linear(DistributedModule):
         in_features: the size of the last dimension of the input.
         out_features: the size of the last dimension of the output.
         bias: whether the layer has a bias.
-        dtype: a floating dtype; None for torch's default dtype.
+        dtype: a floating-point dtype; None for torch's default dtype.
 
     Raises:
-        ValueError: a size is not positive, or `dtype` is not a floating dtype.
+        ValueError: a size is not positive, or `dtype` is not a floating-point dtype.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class Linear(DistributedModule):
 
 
 class OpLinear:
-    """torch's linear function with the interface of BMTrain's autograd function: `OpLinear.apply(x, weight, bias)`."""
+    """`torch.nn.functional.linear` as `OpLinear.apply(x, weight, bias)`, for scripts that use BMTrain's OpLinear."""
 
     @staticmethod
     def apply(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:

@@ -10,7 +10,12 @@ from .alias import install_as_bmtrain
 
 
 def main() -> None:
-    """Run the script named on the command line as `python SCRIPT` would, but let `import bmtrain` import hf_bmtrain."""
+    """Run a script written for BMTrain with hf_bmtrain in place of bmtrain, and otherwise like `python SCRIPT`.
+
+    This is the command `python -m hf_bmtrain.run SCRIPT [ARGUMENTS]`. It calls `install_as_bmtrain`, so that
+    `import bmtrain` imports hf_bmtrain, and then runs SCRIPT with `sys.argv` set to [SCRIPT, *ARGUMENTS]. If no script
+    is given, or if it does not exist, the command ends with an error message.
+    """
     if len(sys.argv) < 2:
         raise SystemExit("usage: python -m hf_bmtrain.run SCRIPT [ARGUMENTS]")
     del sys.argv[0]

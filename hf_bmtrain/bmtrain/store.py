@@ -12,7 +12,6 @@ import torch
 from ..checkpoint.store import load, save
 from ..engine.base.arguments import expect_kind, expect_number
 from ..engine.blocks.sharded_module import ShardedModule
-from ..engine.comm.communicator import as_bytes
 from ..engine.runtime.world import World, current_world
 from ..engine.sharding.state_dict import StateDict, copy_full_params
 
@@ -45,7 +44,7 @@ def broadcast_object(obj: Any, comm: World | None = None, src: int = 0) -> Any:
     """Return one rank's object on every rank. Collective: every rank must call it.
 
     Args:
-        obj: any object that can be pickled; only rank `src`'s is used.
+        obj: any object that can be pickled. Only the object of rank `src` is used.
         comm: for compatibility with BMTrain: None or `config["comm"]`, both of which mean all ranks.
         src: the rank whose object is returned.
     """
@@ -62,9 +61,9 @@ class DistributedStateDictWrapper(Mapping):
     """Mapping that gives every rank the entries of rank 0's state dict, for `load_state_dict`.
 
     Collective: every rank must create it, and all ranks must read the same entries in the same order, because reading
-    an entry broadcasts its tensor. Ranks other than 0 receive it on the CPU. `load_state_dict` reads all entries, so
-    every rank then needs host memory for all tensors. Prefer `bmt.load`, with which each rank reads only its own part
-    of a file.
+    an entry broadcasts its tensor. Ranks other than 0 receive this tensor on the CPU. `load_state_dict` reads all
+    entries, so every rank then needs host memory for all tensors. Prefer `bmt.load`, with which each rank reads only
+    its own part of a file.
 
     Args:
         state_dict: the state dict on rank 0; an empty dict on other ranks.
@@ -92,7 +91,7 @@ class DistributedStateDictWrapper(Mapping):
         values = value if value is not None else torch.empty(kind[0], dtype=kind[1], device="cpu")
         if world.size > 1 and values.numel():
             moved = values.detach().to(world.device).contiguous()
-            world.gather.broadcast(as_bytes(moved), 0).wait()
+            world.gather.broadcast(moved, 0).wait()
             return values if world.rank == 0 else moved.to("cpu")
         return values
 
@@ -122,7 +121,7 @@ def _save_to_rank0(model: torch.nn.Module, destination: dict | None = None, pref
 
     destination: a state dict to which every rank adds the entries, and which every rank returns. Tensors that are not
         sharded are then added without a copy. None creates a new state dict.
-    prefix: a text to put before each key.
+    prefix: a string to put before each key.
     """
     if destination is not None:
         _fill(model, destination, prefix)

@@ -49,7 +49,7 @@ class AverageRecorder:
 
     @property
     def value(self) -> float:
-        """The average of the recorded values, or `start_value` if there are none."""
+        """The bias-corrected exponential moving average of the recorded values; `start_value` if there are none."""
         return self._sum / self._weight if self._weight else self._start
 
 
@@ -88,11 +88,12 @@ def has_inf_nan(x: torch.Tensor, out: torch.Tensor) -> None:
     """Set a flag if a tensor contains inf or nan, without waiting for the device or for other ranks.
 
     Args:
-        x: (...), a floating dtype.
+        x: (...), a floating-point dtype.
         out: the flag, a uint8 tensor of one element on the device of `x`. It is set to 1 if `x` contains inf or nan,
             and otherwise not changed, so that one flag can serve several tensors.
 
     Raises:
+        TypeError: `x` or `out` is not a tensor.
         ValueError: `out` is not a uint8 tensor of one element on the device of `x`.
     """
     expect_tensor("x", x)
@@ -108,12 +109,12 @@ def has_inf_nan(x: torch.Tensor, out: torch.Tensor) -> None:
 def see_memory(message: str, detail: bool = False) -> None:
     """Print the memory that torch has allocated on rank 0's device, in GiB: now, and the peak since the last call.
 
-    Only rank 0 prints. Each call resets torch's peak of this rank's device (`torch.cuda.reset_peak_memory_stats`), so
-    that the next call shows a new peak. On the CPU, the resident memory of rank 0's process is printed instead: now,
-    and the peak since the process started.
+    Only rank 0 prints. Each call resets torch's statistics of the peak (`torch.cuda.reset_peak_memory_stats`) for this
+    rank's device, so that the next call shows a new peak. On the CPU, the resident memory of rank 0's process is
+    printed instead: now, and the peak since the process started.
 
     Args:
-        message: a text to print before the numbers.
+        message: a string to print before the numbers.
         detail: whether to print `torch.cuda.memory_summary` instead; ignored on the CPU.
     """
     device = current_world().device

@@ -6,7 +6,7 @@
 
 FOLDER is a checkpoint or a folder of checkpoints. In a folder of checkpoints, `merge` uses the newest checkpoint that
 is intact, and the other commands handle all checkpoints. The exit status is 1 if FOLDER has no checkpoint, if `verify`
-finds damage, or if `merge` writes nothing.
+finds damage, if `inspect` finds an invalid header, or if `merge` writes nothing.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def main() -> None:
     if given.command == "merge":
         sys.exit(_merge_newest(found, given))
     good = [verify(each) if given.command == "verify" else describe(each) for each in found]
-    if given.command == "verify" and (damaged or not all(good)):
+    if not all(good) or (given.command == "verify" and damaged):
         sys.exit(1)
 
 
@@ -88,8 +88,8 @@ def _bytes(text: str) -> int:
 def _merge_newest(found: list[Found], given: argparse.Namespace) -> str | None:
     """Run the command `merge`, which writes the model of the newest intact checkpoint to a new folder.
 
-    If damage is found in a checkpoint, the damage is printed and the next older checkpoint is used. Returns an error
-    message, or None on success.
+    If damage is found in a checkpoint while it is read, the damage is printed and the next older checkpoint is used.
+    Returns an error message, or None on success.
 
     found: the checkpoints whose manifests and file sizes are correct, newest first.
     given: the arguments of the command line.
@@ -112,10 +112,13 @@ def _merge_newest(found: list[Found], given: argparse.Namespace) -> str | None:
 
 
 def verify(checkpoint: Found) -> bool:
-    """Compare all bytes of a checkpoint with their checksums, and print the result. Return whether no damage was found.
+    """Read a checkpoint's files, compare them with their checksums, and print the result, for the command `verify`.
 
-    Files that Trainer has added after the checkpoint was complete are checked too. If no damage is found, the names of
-    files without a checksum are printed. They do not count as damaged.
+    Two files contain the checksums. The manifest has those of the files that `save_state` wrote. "complete.json" has
+    those of files that were added later, for example by Trainer. Other files in the folder have no checksum and are not
+    checked, and do not count as damaged. If no damage is found, their names are printed.
+
+    Returns True if no damage was found.
     """
     files = checkpoint.manifest.files
     total = sum(map(checkpoint.manifest.size, files))
@@ -154,18 +157,24 @@ def verify(checkpoint: Found) -> bool:
 def describe(checkpoint: Found) -> bool:
     """Print a checkpoint's step, number of ranks, package versions, files and tensors, for the command `inspect`.
 
-    Returns True, to have the same signature as `verify`, which returns whether a checkpoint is intact. This function
-    does not search for damage.
+    Only the headers of the safetensors files are read. Returns whether these headers are valid.
     """
+    intact = True
     manifest = checkpoint.manifest
     versions = ", ".join(f"{name} {version}" for name, version in manifest.versions.items())
     print(f"{checkpoint.folder}: step {manifest.step}, saved by {manifest.world_size} ranks with {versions}")
     for name in manifest.files:
         print(f"  {name}  {manifest.size(name):,} bytes")
         if name.endswith(".safetensors"):
-            for key, tensor in sorted(read_header(checkpoint.folder / name).items()):
+            try:
+                header = read_header(checkpoint.folder / name)
+            except Damaged as error:
+                print(f"    damaged: {error}")
+                intact = False
+                continue
+            for key, tensor in sorted(header.items()):
                 print(f"    {key}  {tuple(tensor.shape)}  {str(tensor.dtype).removeprefix('torch.')}")
-    return True
+    return intact
 
 
 if __name__ == "__main__":

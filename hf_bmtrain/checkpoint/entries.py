@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import inspect
 import itertools
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -12,11 +14,12 @@ import torch
 
 from ..engine.base.arguments import expect_kind, expect_module, expect_path
 from ..engine.base.torch_internals import WithoutTorchFunction
-from ..engine.optim.adam import AdamOptimizer
+from ..engine.optim.adam import START_ANEW, AdamOptimizer
 from ..engine.optim.manager import OptimManager
-from ..engine.optim.state import check_keys, divide_state
+from ..engine.optim.state import check_keys, divide_state, full_state_of
 from ..engine.runtime.world import World
 from ..engine.sharding.parameter import DistributedParameter, is_part, is_read_only
+from ..engine.sharding.state_dict import unexpanded
 from ..engine.tensors.tensor import ShardBase
 from .header import TensorSpec
 
@@ -26,11 +29,11 @@ class Entry:
     """One tensor of a checkpoint, and this rank's elements of it.
 
     Attributes:
-        spec: name, dtype and shape of the full tensor.
+        spec: name, dtype and shape of the full tensor, as it is saved (see `saved_as`).
         first: the index of this rank's first element in the flattened full tensor.
         part: this rank's elements, 1-D. It is a view of the model's or optimizer's tensor, or a copy if that tensor is
-            not contiguous.
-        sharded: whether each rank has different elements. If False, every rank has the full tensor.
+            not contiguous, or if the optimizer stores its moments in 8 bits.
+        sharded: whether this rank has only the elements of its shard. If False, every rank has the full tensor.
     """
 
     spec: TensorSpec
@@ -39,16 +42,18 @@ class Entry:
     sharded: bool
 
 
+Named = dict[int, tuple[torch.Tensor, list[str]]]
+"""Tensors of a model, as {id(tensor): (tensor, all its names in the state dict)}."""
 MODEL, TRAINED = "model", "trained"
 """Base names of a model's files: `model*.safetensors` contains all tensors, `trained*.safetensors` only the trained
 parameters and the buffers."""
 
 
 def has_trained_only(files: Iterable[str]) -> bool:
-    """Return whether a checkpoint was saved with `trained_only`, which leaves out weights that were never trained.
+    """Return whether a checkpoint was saved with `trained_only`, and so lacks weights that were never trained.
 
-    Called when a checkpoint is loaded or merged. If True, weights that the checkpoint lacks are not an error: in
-    loading they keep their values, and in merging they are read from the base model.
+    Called when a checkpoint is loaded or merged. If True, weights that the checkpoint lacks are not an error: when
+    it is loaded, they keep their present values, and when it is merged, they are read from the base model.
 
     The file names decide: with `trained_only`, weights are saved in `trained*.safetensors`, otherwise in
     `model*.safetensors`. Here, `*` stands only for "" or a part number such as "-00001-of-00002". A file such as
@@ -70,10 +75,21 @@ def tied_names(model: torch.nn.Module) -> dict[str, list[str]]:
     Returns:
         {first name: the other names of the same parameter}. Parameters with one name are left out.
     """
-    names: dict[int, list[str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        names.setdefault(id(parameter), []).append(name)
-    return {first: others for first, *others in names.values() if others}
+    named = by_tensor(model.named_parameters(remove_duplicate=False))
+    return {first: others for _, (first, *others) in named.values() if others}
+
+
+def by_tensor(named: Iterable[tuple[str, torch.Tensor]]) -> Named:
+    """Group the names of a model's tensors by tensor: return {id(tensor): (tensor, all its names)}.
+
+    A tied weight or a shared buffer has several names.
+
+    named: pairs of a name and a tensor, such as `model.named_parameters(remove_duplicate=False)`.
+    """
+    found: Named = {}
+    for name, tensor in named:
+        found.setdefault(id(tensor), (tensor, []))[1].append(name)
+    return found
 
 
 def model_entries(model: torch.nn.Module, chosen: Callable[[str, Any], bool] | None = None) -> list[Entry]:
@@ -84,11 +100,12 @@ def model_entries(model: torch.nn.Module, chosen: Callable[[str, Any], bool] | N
 
     Args:
         model: the model.
-        chosen: a function that takes a parameter's name and the parameter, and returns whether to include it. None
-            includes all parameters. Persistent buffers are always included.
+        chosen: a function that takes a parameter's name and the parameter, and returns whether to include it. It must
+            not choose quantized weights, which a checkpoint cannot contain. None includes all parameters. Persistent
+            buffers are always included.
 
     Raises:
-        ValueError: `chosen` is None, and the model has quantized weights, which a checkpoint cannot contain.
+        ValueError: `chosen` is None, so all parameters should be included, but the model has quantized weights.
     """
     if chosen is None:
         refuse_quantized(model)
@@ -103,9 +120,10 @@ def model_entries(model: torch.nn.Module, chosen: Callable[[str, Any], bool] | N
 
 
 def was_trained(name: str, parameter: Any) -> bool:
-    """Return whether a parameter is trainable now, or has been at any time since `auto_wrap`.
+    """Return whether a parameter is trainable now or, if it is sharded, was trained earlier.
 
-    PEFT freezes adapters while they are inactive, but checkpoints of trained parameters must contain them.
+    It was trained earlier if it required a gradient in any backward so far, or if a loaded checkpoint says that it was
+    trained. PEFT freezes adapters while they are inactive, but checkpoints saved with `trained_only` must contain them.
 
     Args:
         name: the parameter's name. Not used, but `model_entries` passes it to every function that selects parameters.
@@ -118,9 +136,9 @@ def refuse_quantized(model: torch.nn.Module) -> None:
     """Raise ValueError if the model has quantized weights, which a checkpoint cannot contain."""
     if any(is_read_only(parameter) for parameter in model.parameters()):
         raise ValueError(
-            "a checkpoint cannot contain quantized weights. To resume training later, save only the trained parameters "
-            "with save_state(..., trained_only=True). To export the model, bmt.save(model, file) dequantizes the "
-            "weights and writes all of them."
+            "the model has quantized weights, which a checkpoint of the full model cannot contain. To resume training "
+            "later, save only the trained parameters with save_state(..., trained_only=True). To export the model, "
+            "bmt.save(model, file) dequantizes the weights and writes all of them."
         )
 
 
@@ -133,21 +151,30 @@ def refuse_parts(model: torch.nn.Module) -> None:
         )
 
 
-def named_persistent_buffers(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield (name, buffer) for a model's persistent buffers. A shared buffer is yielded once, under its first name."""
+def named_persistent_buffers(
+    model: torch.nn.Module, remove_duplicate: bool = True
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield (name, buffer) for a model's persistent buffers.
+
+    Args:
+        model: the model.
+        remove_duplicate: whether to yield a shared buffer only once, under its first name.
+    """
     seen: set[int] = set()
-    for prefix, module in model.named_modules():
+    for prefix, module in model.named_modules(remove_duplicate=remove_duplicate):
         for name, buffer in module._buffers.items():
-            if buffer is not None and name not in module._non_persistent_buffers_set and id(buffer) not in seen:
+            if buffer is None or name in module._non_persistent_buffers_set or id(buffer) in seen:
+                continue
+            if remove_duplicate:
                 seen.add(id(buffer))
-                yield f"{prefix}.{name}" if prefix else name, buffer
+            yield f"{prefix}.{name}" if prefix else name, buffer
 
 
 def _of_parameter(name: str, parameter: torch.Tensor, values: torch.Tensor) -> Entry:
-    """Return the checkpoint `Entry` (name, dtype, shape, this rank's elements) of a parameter or its optimizer state.
+    """Return the `Entry` (name, dtype, shape, this rank's elements) of a parameter or a tensor of its optimizer state.
 
     name: the tensor's name in the checkpoint.
-    parameter: the parameter, which determines the saved shape, and which elements this rank has.
+    parameter: the parameter. It determines the saved shape and the elements that this rank has.
     values: the tensor to save. This is the parameter itself, or a tensor of optimizer state sharded like the parameter.
     """
     if not isinstance(parameter, DistributedParameter):
@@ -161,15 +188,36 @@ def saved_as(parameter: DistributedParameter) -> tuple[tuple[int, ...], int]:
     """Return a parameter's shape in checkpoints, and the index of this rank's first element in the flattened tensor.
 
     The shape is that of the full weight, with one exception. If tensor parallelism (`tp_size`) splits a weight on
-    another dimension than the first, its parts are saved as a stack, so that the elements of each rank are contiguous.
+    a dimension other than the first, its parts are saved as a stack, so that the elements of each rank are contiguous.
     The shape is then (tp_size, *shape of a part).
     """
     shape, first = parameter.buffer.storage.saved_as(parameter.index)
     return tuple(shape), first
 
 
+def write_full(target: torch.Tensor, values: torch.Tensor) -> None:
+    """Write loaded values to a buffer or an unsharded parameter.
+
+    Args:
+        target: the tensor to write. A buffer may be expanded: then several of its elements are in the same memory.
+        values: the values, of the same shape.
+
+    Raises:
+        ValueError: `values` differ where elements of an expanded buffer are in the same memory.
+    """
+    once, first = unexpanded(target), values
+    if once.shape != target.shape:
+        first = values[tuple(map(slice, once.shape))]
+        if not values.equal(first.expand_as(values)):
+            raise ValueError(
+                f"a buffer of shape {tuple(target.shape)} is expanded, so that it stores only {once.numel()} elements, "
+                "but the checkpoint has different values for elements in the same memory. Register a clone instead"
+            )
+    once.copy_(first)
+
+
 def _full(name: str, tensor: torch.Tensor) -> Entry:
-    part = tensor.detach().reshape(-1)
+    part = tensor.detach().contiguous().view(-1)
     return Entry(TensorSpec(name, tensor.dtype, tuple(tensor.shape)), 0, part, False)
 
 
@@ -177,31 +225,47 @@ def _full(name: str, tensor: torch.Tensor) -> Entry:
 
 
 def optimizers_of(given: Any) -> list[torch.optim.Optimizer]:
-    """Return a list of optimizers: the argument `optimizer` of `save_state` or `load_state`, whatever its form.
+    """Return the argument `optimizer` of `save_state` or `load_state` as a list of optimizers.
 
     given: an OptimManager, an iterable of optimizers, or one optimizer. None gives an empty list.
     """
+    return list(given.optimizers) if isinstance(given, OptimManager) else _list_of(given)
+
+
+def _list_of(given: Any) -> list[Any]:
     if given is None:
         return []
-    if isinstance(given, OptimManager):
-        return list(given.optimizers)
     return list(given) if isinstance(given, Iterable) else [given]
 
 
-def check_arguments(folder: Any, model: Any, optimizer: Any, scheduler: Any) -> None:
+def listed(optimizer: Any, scheduler: Any) -> tuple[Any, list[Any]]:
+    """Convert the arguments `optimizer` and `scheduler` of `save_state` or `load_state` to lists, except OptimManagers.
+
+    The callers go through the optimizers and schedulers several times, but a generator that a user passes can be read
+    only once.
+
+    Returns:
+        Two values. The first is `optimizer` itself if it is an OptimManager, and otherwise the list of the optimizers.
+        The second is the list of the schedulers. A single object becomes a list of one item, and None an empty list.
+    """
+    manager = isinstance(optimizer, OptimManager)
+    return optimizer if manager else _list_of(optimizer), _list_of(scheduler)
+
+
+def check_arguments(folder: Any, model: Any, optimizer: Any, schedulers: list[Any]) -> None:
     """Raise TypeError or ValueError if an argument of `save_state` or `load_state` has the wrong type or value.
 
     Args:
         folder: must be a path that is not empty.
         model: must be a torch.nn.Module.
         optimizer: must be an OptimManager, one or several torch optimizers, or None.
-        scheduler: must be one or several objects with a `load_state_dict` method, or None.
+        schedulers: must be objects with a `load_state_dict` method.
     """
     expect_path("folder", folder)
     expect_module("model", model)
     for each in optimizers_of(optimizer):
         expect_kind("optimizer", each, torch.optim.Optimizer, "an OptimManager, one or several optimizers, or None")
-    for each in schedulers_of(scheduler):
+    for each in schedulers:
         if isinstance(each, (torch.nn.Module, type)) or not callable(getattr(each, "load_state_dict", None)):
             raise TypeError(
                 "scheduler must be one or several objects with state_dict() and load_state_dict(), or None, got "
@@ -209,18 +273,11 @@ def check_arguments(folder: Any, model: Any, optimizer: Any, scheduler: Any) -> 
             )
 
 
-def schedulers_of(given: Any) -> list[Any]:
-    """Return a list of schedulers: the argument `scheduler` of `save_state` or `load_state`, whatever its form.
-
-    given: an iterable of schedulers, or one scheduler. None gives an empty list.
-    """
-    if given is None:
-        return []
-    return list(given) if isinstance(given, Iterable) else [given]
-
-
 def file_base(number: int) -> str:
-    """Return how an optimizer's file names begin: "optimizer" for number 0, "optimizer2" for number 1, and so on."""
+    """Return the prefix of an optimizer's file names: "optimizer" for the first optimizer, "optimizer2" for the second.
+
+    number: the index of the optimizer, from 0.
+    """
     return "optimizer" if number == 0 else f"optimizer{number + 1}"
 
 
@@ -263,14 +320,16 @@ def groups_of(optimizer: torch.optim.Optimizer, model: torch.nn.Module) -> list[
 
 
 def check_groups(kind: str, saved: Sequence[dict[str, Any]], mine: Sequence[dict[str, Any]]) -> None:
-    """Raise ValueError unless each saved parameter group has the same parameters as the optimizer's group.
+    """Raise ValueError unless an optimizer has the same parameters in the same groups as when its state was saved.
 
-    The order of the parameters inside a group may differ.
+    The number and order of the groups must be equal. Groups are compared by the names of their parameters. The order of
+    the parameters inside a group may differ.
 
     Args:
-        kind: the class name of the saved optimizer, for the message.
+        kind: the optimizer's class name, used in the error message. Pass that of the saved optimizer. If the saved
+            state does not contain it, pass that of the optimizer into which the state is loaded.
         saved: the saved groups. In each, "params" is a list of parameter names.
-        mine: the groups of the optimizer, in the same form.
+        mine: the optimizer's present groups in the same form, from `groups_of`.
     """
     theirs, own = ([sorted(group["params"]) for group in groups] for groups in (saved, mine))
     if theirs != own:
@@ -280,6 +339,36 @@ def check_groups(kind: str, saved: Sequence[dict[str, Any]], mine: Sequence[dict
             f"{counts[1]}. The parameters differ in group "
             f"{', '.join(str(i) for i in range(max(len(theirs), len(own))) if theirs[i : i + 1] != own[i : i + 1])} "
             "(counted from 0). Create the optimizer with the groups that were saved"
+        )
+
+
+def check_settings(kind: str, saved: Sequence[dict[str, Any]], optimizer: torch.optim.Optimizer) -> None:
+    """Raise ValueError if the saved parameter groups lack a setting that `optimizer` needs.
+
+    This happens if the state was saved by another class of optimizer: for example, the groups of SGD lack "betas",
+    which Adam needs. Some settings, such as "foreach", may be missing, because torch's optimizers add them when they
+    load the state of an older version of torch.
+
+    Only torch's own optimizers, such as Adam, and subclasses of them that do not override `load_state_dict` are
+    checked.
+
+    Args:
+        kind: the class name of the saved optimizer, for the message.
+        saved: the saved groups.
+        optimizer: the optimizer into which the groups are to be loaded.
+    """
+    mine, plain = type(optimizer), torch.optim.Optimizer
+    known = next((each for each in mine.__mro__ if each.__module__.startswith("torch.optim.")), plain)
+    if known is plain or mine.load_state_dict is not plain.load_state_dict:
+        return
+    probe: Any = copy.copy(optimizer)
+    known.__setstate__(probe, {"state": {}, "param_groups": [dict(group) for group in saved]})
+    needed = [name for name in optimizer.defaults if name in inspect.signature(known).parameters]
+    lacking = [name for name in needed if any(name not in group for group in probe.param_groups)]
+    if lacking:
+        raise ValueError(
+            f"the checkpoint has the state of {kind}, which cannot be loaded into {mine.__name__}: the saved parameter "
+            f"groups have no {' and no '.join(lacking)}. {START_ANEW}"
         )
 
 
@@ -293,7 +382,7 @@ def optimizer_entries(
     Args:
         optimizer: the optimizer.
         model: the module that contains all parameters of the optimizer.
-        world: this rank's number, device and communicators.
+        world: the ranks that train together, with this process's rank, device and communicators.
 
     Returns:
         First, an `Entry` (name, dtype, shape, this rank's elements) for each tensor that is sharded like its parameter.
@@ -301,7 +390,7 @@ def optimizer_entries(
         to the CPU, as {parameter name: {key: value}}.
 
     Raises:
-        RuntimeError: a tensor is sharded in another way than its parameter, the ranks have state for different
+        RuntimeError: a tensor is sharded differently from its parameter, the ranks have state for different
             parameters, or the optimizer stores state under names instead of parameters.
         ValueError: a parameter of the optimizer is not in `model`.
     """
@@ -317,8 +406,8 @@ def optimizer_entries(
         for key, value in values.items():
             if _holds_local(value):
                 raise RuntimeError(
-                    f"{type(optimizer).__name__} keeps its state '{key}' of {name} in tensors that are sharded in "
-                    "another way than the parameter, so save_state cannot save it. Save each rank's "
+                    f"{type(optimizer).__name__} keeps its state '{key}' of {name} in tensors that are sharded "
+                    "differently from the parameter, so save_state cannot save it. Save each rank's "
                     "optimizer.state_dict() with torch.save instead."
                 )
     entries = [_of_parameter(f"{name}.{key}", parameters[name], held[name][key]) for key, name in sharded]
@@ -332,17 +421,25 @@ def _holds_local(value: Any) -> bool:
 
 
 class LoadedState:
-    """Loads the state that a checkpoint contains for one optimizer.
+    """Loads the state that a checkpoint contains for one optimizer, such as moments and step counts.
 
-    Create this object, call `target` for each state tensor and copy the saved elements into the tensor that it returns,
-    then call `load`.
+    It is used in three steps:
 
-    If the optimizer is not an AdamOptimizer, or if `names` is empty, only `load` changes it. Otherwise, the constructor
-    already changes it: it discards the optimizer's state, sets step counts and parameter groups to the saved ones, and
-    allocates new state tensors. So the previous state is lost even if `load` is never called, and the new state is
-    incomplete until `load` has been called. If the new tensors have all the keys in `names`, `target` returns these
-    tensors themselves, which avoids a second copy of the state. Otherwise it returns temporary tensors, whose
-    values `load` converts.
+    1. Create this object.
+    2. Call `target` for each item of `names`, and copy this rank's saved elements into the tensor that it returns.
+    3. Call `load`.
+
+    For most optimizers, `target` returns temporary tensors, and nothing changes before `load`. The same is true of an
+    AdamOptimizer if `names` is empty.
+
+    For an AdamOptimizer with non-empty `names`, the present state is lost in step 1, even if `load` is never called.
+    The constructor discards it, loads the saved step counts and parameter groups, and allocates new state tensors.
+    Then there are two cases:
+
+    * The optimizer has a new state tensor for every item of `names`. Then `target` returns these state tensors
+      themselves, which avoids a second copy of the state in memory, and `load` has nothing left to do.
+    * The optimizer has none for some item, for example because the checkpoint contains moments in float32, but the
+      optimizer stores them in 8 bits. Then `target` returns temporary tensors, and `load` converts their values.
 
     Args:
         optimizer: the optimizer.
@@ -364,13 +461,13 @@ class LoadedState:
     ) -> None:
         numbers = {name: number for number, name in enumerate(parameters)}
         self._optimizer, self._parameters, self._numbers = optimizer, parameters, numbers
-        # The order of parameters in a group may have changed since they were saved. So give the groups the numbers of
-        # the optimizer's own parameters, and assign the saved state to these numbers by name.
+        # The order of parameters in a group may have changed since they were saved. So give the groups the indices of
+        # the optimizer's own parameters, and assign the saved state to these indices by name.
         counts = itertools.count()
         self._groups = []
         for saved, mine in zip(groups, optimizer.param_groups):
             own = {"params": [next(counts) for _ in mine["params"]]}
-            if "param_names" in mine:  # keep these names, because the saved names may be in another order
+            if "param_names" in mine:  # keep these names, because the saved names may be in a different order
                 own["param_names"] = mine["param_names"]
             settings = {key: value for key, value in saved.items() if key != "param_names"}
             self._groups.append({**settings, **own})
@@ -383,18 +480,22 @@ class LoadedState:
             optimizer.expect_state(self._groups, saved)
             places = optimizer.allocate_state({"state": self._state, "param_groups": self._groups})
             # For bfloat16 weights, AdamOptimizer stores float32 master weights on CPUs, but on GPUs only residuals (the
-            # differences between masters and weights). If the checkpoint contains the other kind, `target` returns
-            # temporary tensors, and `load` converts their values.
+            # differences between masters and weights). With `state_bits=8`, it stores 8-bit moments. If the checkpoint
+            # contains a different form, `target` returns temporary tensors, and `load` converts their values.
             if all(what in places.get(parameters[name], ()) for name, what in names):
                 self._places = places
 
     def target(self, name: str, what: str, dtype: torch.dtype) -> torch.Tensor:
-        """Return a 1-D tensor, into which the caller must copy this rank's elements of a tensor of optimizer state.
+        """Return a 1-D tensor into which the caller must copy this rank's elements of a saved state tensor.
+
+        The result is the optimizer's own state tensor or a temporary tensor (see the class). Call this once for each
+        item of `names`, before `load`.
 
         Args:
             name: the name of the parameter to which the state belongs.
             what: the key of the state, such as "exp_avg".
-            dtype: the dtype in which the state was saved.
+            dtype: the dtype in which the state was saved. A temporary tensor has this dtype. The optimizer's own tensor
+                may have another; convert the saved elements to that dtype when copying them.
         """
         parameter = self._parameters[name]
         if self._places:
@@ -405,12 +506,14 @@ class LoadedState:
         return values
 
     def load(self) -> None:
-        """Load the saved state into the optimizer. Call this after copying values into all tensors from `target`."""
+        """Load the saved state into the optimizer. Call this when all tensors from `target` have been filled."""
         state = {"state": self._state, "param_groups": self._groups}
         if not isinstance(self._optimizer, AdamOptimizer):
             for values in self._state.values():
+                # AdamOptimizer stores a part of "residual" in the sign of exp_avg_sq, which is otherwise not negative.
                 if values.pop("residual", None) is not None and "exp_avg_sq" in values:
-                    values["exp_avg_sq"].abs_()  # remove its signs, in which AdamOptimizer stores a part of "residual"
+                    values["exp_avg_sq"].abs_()
+            full_state_of(self._optimizer)  # before the first step, `state_dict` must already gather this rank's state
             self._optimizer.load_state_dict(state)
         elif not self._places:
             self._optimizer.take_state_dict(state)

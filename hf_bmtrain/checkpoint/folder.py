@@ -11,6 +11,7 @@ import os
 import secrets
 import shutil
 import socket
+import stat
 import zlib
 from collections.abc import Iterator, Sequence, Set
 from pathlib import Path
@@ -18,8 +19,8 @@ from typing import IO, NamedTuple
 
 from ..engine.base.files import atomic_file, flush, flush_name
 from .header import Damaged
-from .manifest import NAME, Manifest
-from .ranges import PIECE_BYTES, check_file
+from .manifest import NAME, Checked, Manifest
+from .ranges import PIECE_BYTES, check_file, write_file
 
 _log = logging.getLogger("hf_bmtrain")
 _STAGING = "tmp-"
@@ -27,7 +28,9 @@ ADDED = "complete.json"
 """The name of the file with the checksums of files that were added to a complete checkpoint, for example by Trainer."""
 _LOCK = ".lock"
 _REPLACED = ".replaced-"
-_PREFIXES = ("checkpoint-", "checkpoint_")  # how names of checkpoints of `save_state` and of Accelerate begin
+LISTINGS = 20
+"""The maximum number of times that `find` or `load_state` lists a folder whose checkpoints other jobs keep changing."""
+PREFIXES = ("checkpoint-", "checkpoint_")  # prefixes of the names of checkpoints of `save_state` and Accelerate
 
 
 class Found(NamedTuple):
@@ -35,7 +38,7 @@ class Found(NamedTuple):
 
     Attributes:
         folder: the checkpoint's folder.
-        manifest: the manifest that was read from the folder.
+        manifest: the manifest that was read from the folder, but without the files that `find` was told to leave out.
     """
 
     folder: Path
@@ -47,26 +50,28 @@ def lock(root: Path, held: IO[str] | None = None) -> IO[str] | None:
 
     Args:
         root: the folder, created if it does not exist.
-        held: the file that an earlier call for this folder returned, or None. The same file is returned again, unless
-            the folder was deleted in the meantime.
+        held: None in the first call. Before each later save, pass the file that the last call returned, to renew the
+            lock: a process loses all its locks on a file when it closes any descriptor of the file, for example after
+            copying the folder. Normally, `held` itself is locked and returned. If the folder, or the lock file in it,
+            was deleted in the meantime, a new lock file is created, as with None.
 
     Returns:
         The locked file. None, with a warning in the log, if the file system does not support locks.
 
     Raises:
         RuntimeError: another process holds the lock.
+        OSError: the folder or the lock file cannot be created.
     """
     root.mkdir(parents=True, exist_ok=True)
-    if held is not None and _is_in_place(held, root / _LOCK):
-        return held
-    file = open(root / _LOCK, "a+")
+    file = held if held is not None and _is_in_place(held, root / _LOCK) else open(root / _LOCK, "a+")
     try:
         # Do not use flock: forked workers would inherit that lock, and keep it after this process is killed.
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except (BlockingIOError, PermissionError) as error:
         file.seek(0)
         holder = file.read().strip() or "another process"
-        file.close()
+        if file is not held:
+            file.close()
         raise RuntimeError(
             f"{holder} is also saving to {root}. Give each job its own folder, or end that process if it is left over "
             "from an earlier job."
@@ -93,10 +98,10 @@ def _is_in_place(file: IO[str], path: Path) -> bool:
 
 
 def is_reserved(name: str) -> bool:
-    """Return whether a checkpoint must not have this name, because such folders are ignored or deleted.
+    """Return whether `name` is reserved for temporary or replaced folders. A user must not give it to a checkpoint.
 
-    Names that begin with "tmp-" or a dot are ignored when checkpoints are searched. Names that contain ".replaced-" are
-    those of replaced checkpoints, which the next save deletes.
+    A name is reserved if it begins with "tmp-" or a dot, because `find` ignores such folders, or if it contains
+    ".replaced-", because the next save deletes such checkpoints. `save_state` refuses reserved names.
     """
     return name.startswith((_STAGING, ".")) or _REPLACED in name
 
@@ -104,8 +109,9 @@ def is_reserved(name: str) -> bool:
 def stage(root: Path, step: int, nbytes: int) -> Path:
     """Create an empty temporary folder for a new checkpoint, and return the path of this folder.
 
-    Temporary folders that killed jobs have left in `root` are deleted. The new folder's name contains `step` and a
-    random suffix, because a rank of a killed job may survive for a while and still write to its old folder.
+    Older temporary folders in `root` are deleted: those of checkpoints that were never completed, or were only partly
+    deleted. The new folder's name contains `step` and a random suffix, because a rank of a killed job may survive for a
+    while and still write to its old folder.
 
     Args:
         root: the folder of the checkpoints. The caller must have locked it with `lock`.
@@ -113,8 +119,8 @@ def stage(root: Path, step: int, nbytes: int) -> Path:
         nbytes: the size of the checkpoint in bytes.
 
     Raises:
-        OSError: the disk has less than `nbytes` bytes of free space. The space is only checked and not reserved,
-            because some file systems reserve space by writing zeros, which takes long.
+        OSError: the disk has less than `nbytes` bytes of free space, or the folder cannot be created. The space is only
+            checked and not reserved, because some file systems reserve space by writing zeros, which takes long.
     """
     for kind in ("checkpoint", "removed"):
         for left in root.glob(f"{_STAGING}{kind}-*"):
@@ -136,6 +142,24 @@ def check_space(folder: Path, nbytes: int) -> None:
         raise OSError(errno.ENOSPC, f"{os.strerror(errno.ENOSPC)}: {sizes}", str(folder))
 
 
+def write_manifest(folder: Path, manifest: Manifest, written: dict[str, list[Checked]]) -> None:
+    """Complete a checkpoint in a temporary folder: write the manifest, which lists the files and their checksums.
+
+    Args:
+        folder: the temporary folder, which contains all files but the manifest.
+        manifest: a manifest that has no files yet. This function adds the files to it.
+        written: the chunks of each file, with their offsets, sizes and checksums, by file name. These are the results
+            of the functions that wrote the files, such as `write_parts`, combined for each file.
+
+    Raises:
+        Damaged: the chunks of a file leave out bytes or overlap.
+        OSError: a file is missing, or the manifest cannot be written.
+    """
+    for name, chunks in sorted(written.items()):
+        manifest.add(name, chunks, os.path.getsize(folder / name))
+    write_file(folder / NAME, manifest.to_bytes())
+
+
 def publish(staging: Path, final: Path) -> None:
     """Rename the temporary folder of a complete checkpoint to the checkpoint's final name.
 
@@ -146,7 +170,8 @@ def publish(staging: Path, final: Path) -> None:
         final: the new path, in the same folder as `staging`.
 
     Raises:
-        OSError: the folder could not be renamed. An older checkpoint has its own name again.
+        OSError: the folder could not be flushed or renamed. An older checkpoint keeps its name or gets it back; if it
+            cannot be renamed back, the error gives its present name.
     """
     flush(staging)
     replaced = None
@@ -170,15 +195,18 @@ def publish(staging: Path, final: Path) -> None:
 
 
 def prune(new: Path, keep: int | None) -> None:
-    """Delete older checkpoints once a new one has its final name: replaced ones, and all but the newest `keep`.
+    """Delete outdated checkpoints after a save: all replaced ones and, of the others, all but the newest `keep`.
 
-    A checkpoint was replaced if a newer checkpoint was saved under the same name. First, the new name is flushed to
-    disk. If this fails, a warning is logged, and nothing is deleted. If a checkpoint cannot be deleted, a warning names
-    it. No error is raised, because the new checkpoint is complete.
+    A checkpoint is replaced when a newer one is saved under the same name. `publish` then adds ".replaced-" to the name
+    of the older one. Damaged checkpoints are neither counted nor deleted. Symbolic links to checkpoints are not
+    counted, and are deleted (without their targets) only if they were replaced.
+
+    Before anything is deleted, the renaming of the new checkpoint is flushed to disk, so that a crash of the machine
+    cannot undo it. If this fails, nothing is deleted. All errors are only logged as warnings, because the new
+    checkpoint is complete.
 
     Args:
-        new: the new checkpoint. The other checkpoints are in the same folder. Symbolic links to checkpoints are not
-            counted, and are deleted only if they were replaced.
+        new: the new checkpoint, under its final name. The older checkpoints are in the same folder.
         keep: the number of checkpoints that remain, including the new one. None deletes only replaced checkpoints.
     """
     with deleting_older(new):
@@ -256,7 +284,7 @@ def _what(new: Path | None) -> str:
 
 
 def _delete(folder: Path) -> None:
-    """Delete a temporary folder. If this fails, log a warning, because the next `save_state` tries again."""
+    """Delete a temporary folder. If this fails, only log a warning, because the next `save_state` tries again."""
     try:
         shutil.rmtree(folder)
     except OSError as error:
@@ -264,14 +292,18 @@ def _delete(folder: Path) -> None:
 
 
 def delete_oldest(folders: Sequence[Path], limit: int, kept: Set[Path], new: Path) -> None:
-    """Delete the oldest checkpoints until `limit` remain. A warning names those that cannot be deleted.
+    """Delete the oldest of the given checkpoints until `limit` remain. Used for Trainer's `save_total_limit`.
+
+    A checkpoint that cannot be deleted is named in a warning, and no error is raised.
 
     Args:
-        folders: the checkpoints. Their age is read from their manifests (`manifest.json`). Those without a readable
-            manifest, such as checkpoints of other libraries, count as the oldest, in the given order. Symbolic links
-            are neither counted nor deleted.
+        folders: the checkpoints, including the new one. Their order of saving is read from their manifests
+            (`manifest.json`). Checkpoints without a readable manifest, such as those of other libraries, count as older
+            than all others. Among these, the first in `folders` count as the oldest. Symbolic links are neither counted
+            nor deleted.
         limit: the number of checkpoints that remain.
-        kept: checkpoints that are not deleted, even if more than `limit` remain because of them.
+        kept: those of `folders` that must not be deleted, such as the new and the best checkpoint. They count towards
+            `limit`. If there are more of them than `limit`, they alone remain.
         new: the checkpoint that has just been completed, for the warnings.
     """
 
@@ -290,26 +322,47 @@ def delete_oldest(folders: Sequence[Path], limit: int, kept: Set[Path], new: Pat
 def find(path: Path, without: tuple[str, ...] = ()) -> tuple[list[Found], list[tuple[Path, str]]]:
     """Find the checkpoints in a folder, and check them by their manifests and the sizes of their files.
 
-    A manifest is the list of a checkpoint's files. The contents of other files are not read.
+    A manifest is the list of a checkpoint's files. The contents of the listed files are not read. If another job
+    deletes or renames a checkpoint meanwhile, the folder is listed again.
 
     Args:
         path: a folder of checkpoints, or one checkpoint.
-        without: beginnings of file names, such as "model". Safetensors files whose names begin like this, and the index
-            files that belong to them (`.safetensors.index.json`), are not checked, and the returned manifests do not
-            list them.
+        without: prefixes of the names of files that the caller does not need, such as "model" if it will not load the
+            weights. Safetensors files whose names begin with one of these prefixes, and their index files
+            (`.safetensors.index.json`), are not checked, so they may be missing or damaged. The returned manifests do
+            not list them.
 
     Returns:
         A tuple of two lists: the intact checkpoints, newest first; and, for each damaged checkpoint, a pair (folder,
-        description of the damage).
+        description of the damage). A folder without a manifest counts as damaged if its name begins with "checkpoint-"
+        or "checkpoint_", and is ignored otherwise. Both lists are empty if `path` does not exist.
+
+    Raises:
+        OSError: each of 20 attempts failed, because other jobs deleted or renamed checkpoints while they were read.
     """
+    for _ in range(LISTINGS):
+        listing = _find(path, without)
+        if listing is not None:
+            return listing
+    raise OSError(
+        errno.EBUSY,
+        f"other jobs delete or rename checkpoints too fast: the folder was listed {LISTINGS} times, and each time a "
+        "listed checkpoint vanished before it was read. Let those jobs save less often, or keep more checkpoints",
+        str(path),
+    )
+
+
+def _find(path: Path, without: tuple[str, ...]) -> tuple[list[Found], list[tuple[Path, str]]] | None:
+    """Do once what `find` does. Return None if a listed folder was deleted, renamed or replaced meanwhile."""
     found: list[Found] = []
     damaged: list[tuple[Path, str]] = []
-    folders = [path] if _has_manifest(path) else []
+    folders: dict[Path, tuple[int, ...] | None] = {path: ()} if _has_manifest(path) else {}
     if not folders:
         with contextlib.suppress(FileNotFoundError, NotADirectoryError):
-            folders = [each for each in path.iterdir() if each.is_dir() and not each.name.startswith((_STAGING, "."))]
-    for folder in folders:
-        if folder != path and not _has_manifest(folder) and not folder.name.startswith(_PREFIXES):
+            folders = {each: _identity(each) for each in path.iterdir() if not each.name.startswith((_STAGING, "."))}
+    for folder, identity in folders.items():
+        named = folder.name.startswith(PREFIXES)
+        if folder != path and not (identity and (named or _has_manifest(folder))):
             continue
         try:
             manifest = Manifest.read(folder).without(without)
@@ -318,13 +371,27 @@ def find(path: Path, without: tuple[str, ...] = ()) -> tuple[list[Found], list[t
             damaged.append((folder, str(error)))
         else:
             found.append(Found(folder, manifest))
+    if any(before is None or (before and _identity(folder) != before) for folder, before in folders.items()):
+        return None
     found.sort(key=lambda each: each.manifest.number, reverse=True)
     return found, sorted(damaged)
 
 
+def _identity(path: Path) -> tuple[int, ...] | None:
+    """Return a folder's device and inode numbers, which do not change when the folder is renamed.
+
+    Returns () for anything that is not a folder, and None if `path` does not exist.
+    """
+    try:
+        status = os.stat(path)
+    except OSError:
+        return () if os.path.lexists(path) else None
+    return (status.st_dev, status.st_ino) if stat.S_ISDIR(status.st_mode) else ()
+
+
 def _has_manifest(folder: Path) -> bool:
-    """Return whether a folder has a manifest. A folder that this process may not read, like `lost+found`, has none."""
-    return os.path.exists(folder / NAME)  # False if reading is not permitted, where `Path.exists` raises an error
+    """Return whether a folder has a manifest. False for a folder that this process may not read, like `lost+found`."""
+    return os.path.exists(folder / NAME)  # unlike `Path.exists`, this returns False if reading is not permitted
 
 
 # -- files that other code adds to a complete checkpoint ------------------------------------------------------------
@@ -333,9 +400,9 @@ def _has_manifest(folder: Path) -> bool:
 def add_checksums(folder: Path) -> None:
     """Record the checksums of the files that other code, such as Trainer, has added to the checkpoint in `folder`.
 
-    The manifest lists the files that the checkpoint had when it became complete, except those in subfolders. All other
-    files count as added, and are flushed to disk. The checksums are written to `complete.json`. Files in subfolders get
-    no checksums.
+    `find_damage_of_added` can later verify these files. The manifest lists the files that the checkpoint had when it
+    became complete, and every other file directly in `folder` counts as added. The added files are flushed to disk, and
+    their checksums are written to `complete.json`. Files in subfolders are flushed too, but get no checksums.
     """
     known = {NAME, *Manifest.read(folder).files}
     added = [path for path in sorted(folder.rglob("*")) if path.name not in known or path.parent != folder]
@@ -348,18 +415,24 @@ def add_checksums(folder: Path) -> None:
 
 
 def find_damage(folder: Path, rank: int, size: int) -> str | None:
-    """Verify this rank's share of a checkpoint. Return a description of the first damage, or None. Not collective.
+    """Verify this rank's share of a checkpoint's contents. Not collective.
 
-    Each file has a checksum for every chunk of at most 4 MiB. Each rank verifies every `size`-th chunk, beginning with
-    chunk `rank`. Rank 0 also verifies the files that were added after the checkpoint was complete.
+    The manifest is the list of the checkpoint's files, with a checksum for every chunk of at most 4 MiB. Each rank
+    verifies every `size`-th chunk of each file, beginning with chunk `rank`. Rank 0 also verifies the files that were
+    added after the checkpoint was complete.
 
     Args:
         folder: the checkpoint's folder.
         rank: this rank.
         size: the number of ranks that share the work.
 
+    Returns:
+        A description of the first damage that this rank finds in the contents of the files, or None.
+
     Raises:
-        Damaged: the manifest (the list of files and checksums) is damaged, or a file is missing or has the wrong size.
+        Damaged: the checkpoint cannot be verified. Either the manifest cannot be read, or a file that it lists is
+            missing or has the wrong size, or `complete.json` (the checksums of added files, read on rank 0 only) cannot
+            be read.
     """
     manifest = Manifest.read(folder)
     manifest.check_sizes(folder)
@@ -417,7 +490,10 @@ def check_added(folder: Path, name: str, crc: int) -> str | None:
 
 
 def _crc_of(path: Path) -> int:
-    """Return the CRC-32 of a file, of which 4 MiB are in memory at a time: it may contain all weights of a model."""
+    """Return the CRC-32 of a file.
+
+    The file is read in pieces of 4 MiB, because it may contain all weights of a model.
+    """
     crc = 0
     with open(path, "rb") as file:
         while data := file.read(PIECE_BYTES):

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 
 FILE_BYTES = 5 * 10**9
-"""Default maximum size of a safetensors file in bytes; a tensor larger than that gets its own file."""
+"""Default maximum size of a safetensors file in bytes, without its header; a larger tensor gets its own file."""
 LARGEST_HEADER = 100_000_000
 """Maximum size of a header in bytes; the safetensors library refuses longer ones."""
 DTYPES: dict[str, torch.dtype] = {
@@ -37,7 +37,7 @@ class Damaged(ValueError):
 
 
 class TensorSpec(NamedTuple):
-    """Name, dtype and shape of a full tensor that is to be written to a checkpoint. `plan_files` computes its place."""
+    """Name, dtype and shape of a full tensor to write to a checkpoint. `plan_files` computes its place in a file."""
 
     name: str
     dtype: torch.dtype
@@ -78,18 +78,21 @@ class FilePlan:
     size: int
 
 
-def plan_files(base: str, specs: Iterable[TensorSpec], limit: int = FILE_BYTES) -> tuple[list[FilePlan], bytes | None]:
+def plan_files(
+    base: str, specs: Iterable[TensorSpec], limit: int = FILE_BYTES
+) -> tuple[list[FilePlan], dict[str, bytes]]:
     """Assign tensors to files with Hugging Face's names: `base`.safetensors, or `base`-00001-of-0000n.safetensors.
 
     The result depends only on the arguments, so all ranks plan the same files.
 
     Args:
-        base: the common beginning of the file names, such as "model".
-        specs: the tensors. They fill one file after the other, in this order.
-        limit: maximum size of a file in bytes; a tensor larger than that gets its own file.
+        base: the prefix of the file names, such as "model".
+        specs: the tensors. They fill one file after another, in this order.
+        limit: maximum size of a file in bytes, without its header; a tensor larger than that gets its own file.
 
     Returns:
-        The files, and the contents of `base`.safetensors.index.json (None if there is only one file).
+        Two values: the files, and a dict with the contents of the index file `base`.safetensors.index.json by its name.
+        The dict is empty if there is only one file.
 
     Raises:
         ValueError: safetensors does not support a dtype, or a header would be longer than safetensors allows.
@@ -108,11 +111,11 @@ def plan_files(base: str, specs: Iterable[TensorSpec], limit: int = FILE_BYTES) 
     ]
     plans = [_plan_file(name, group) for name, group in zip(names, groups)]
     if count == 1:
-        return plans, None
+        return plans, {}
     total = sum(spec.nbytes for group in groups for spec in group)
     places = {spec.name: name for name, group in zip(names, groups) for spec in group}
     index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(places.items()))}
-    return plans, json.dumps(index, indent=2).encode()
+    return plans, {f"{base}.safetensors.index.json": json.dumps(index, indent=2).encode()}
 
 
 def _plan_file(name: str, specs: Sequence[TensorSpec]) -> FilePlan:
@@ -208,7 +211,7 @@ def find_tensors(folder: Path, base: str) -> dict[str, StoredTensor]:
 
     Args:
         folder: the folder of the files.
-        base: how the file names begin, such as "model" or "optimizer".
+        base: the prefix of the file names, such as "model" or "optimizer".
 
     Raises:
         Damaged: a listed file is missing or contradicts the index, or a header or the index is invalid.

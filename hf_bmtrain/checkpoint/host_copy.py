@@ -21,8 +21,8 @@ from .ranges import Part, write_parts
 _log = logging.getLogger("hf_bmtrain")
 _ALIGNMENT = 64
 _TURN_BYTES = 256 << 20
-"""Maximum size of one copy to the host, in bytes. Larger tensors are copied in several pieces: training may copy small
-values to the host at the same time, as transformers does to create masks, and then waits only for the current piece."""
+"""Maximum size of one copy to the host, in bytes. Larger tensors are copied in pieces. If training copies a small value
+to the host at the same time (as transformers does to create masks), it waits only for the current piece."""
 
 
 class HostMemory:
@@ -39,7 +39,7 @@ class HostMemory:
             device: the device from which values will be copied. If it is a GPU, the memory is page-locked.
 
         Raises:
-            RuntimeError: there is too little host memory.
+            RuntimeError: the memory cannot be allocated or page-locked.
         """
         if len(self._memory) < nbytes:
             self._memory = torch.empty(0, dtype=torch.uint8, device="cpu")  # free the old memory before allocating more
@@ -50,15 +50,16 @@ class HostMemory:
 class Snapshot:
     """Lets a thread write the present values of tensors to files, while training continues.
 
-    The thread calls `write`. From the construction of this object until the thread has copied the values, optimizer
-    steps wait, because they would change the tensors. Forward and backward go on, because they only read them. If
-    torch's version counters show that other code has changed the tensors, `write` raises an error. Before constructing
-    this object, synchronize the device, because the thread's copies do not wait for kernels that still write the
+    The thread calls `write`. Optimizer steps change the tensors. Therefore, once this object is constructed, optimizer
+    steps wait until the thread has copied the values (or has written them, if no memory for the copies can be
+    allocated). Forward and backward do not wait. So for a tensor that a forward may change, such as a module's buffer,
+    pass a copy. If torch's version counters show that other code has changed a tensor, `write` raises an error. Before
+    constructing this object, synchronize the device, because the thread does not wait for kernels that still write the
     tensors.
 
     Args:
         parts: the 1-D tensors, each with the file and the offset at which it is written.
-        world: this rank's number, device and communicators.
+        world: the ranks that train together, with this process's rank, device and communicators.
     """
 
     def __init__(self, parts: Sequence[Part], world: World) -> None:
@@ -79,7 +80,7 @@ class Snapshot:
     def write(self, folder: Path, memory: HostMemory) -> dict[str, list[Checked]]:
         """Copy the tensors of this object to host memory, and write the copies into files.
 
-        If there is too little host memory for the copies, the tensors themselves are written, and optimizer steps wait
+        If host memory for the copies cannot be allocated, the tensors themselves are written, and optimizer steps wait
         until all are written.
 
         Args:
@@ -107,7 +108,7 @@ class Snapshot:
     def _copy(self, memory: HostMemory) -> list[Part] | None:
         """Copy the tensors that were passed to the constructor to `memory`, and return these copies.
 
-        Returns None if there is too little host memory.
+        Returns None, and logs a warning, if the memory cannot be allocated.
         """
         starts, end = [], 0
         for part in self._parts:
@@ -117,7 +118,7 @@ class Snapshot:
             host = memory.reserve(end, self._device)
         except RuntimeError as error:
             _log.warning(
-                "save_state: there is too little host memory for a copy of the values to save, so the next optimizer "
+                "save_state: host memory for a copy of the values to save cannot be allocated, so the next optimizer "
                 "step waits until the checkpoint is written. The error was: %s",
                 error,
             )
@@ -128,23 +129,23 @@ class Snapshot:
         stream = work_stream(self._device)
         for target, part in zip(targets, self._parts):
             for to, values in zip(_in_turns(target), _in_turns(part.values)):
-                # Wait for each of these copies before the next is queued. So if the training thread copies a value to
-                # the host, its copy waits for at most one of these.
+                # Wait for each of these copies before queueing the next one. So if the training thread queues a copy to
+                # the host, that copy waits for at most one of these copies.
                 stream.run(functools.partial(to.copy_, values, non_blocking=True))
                 stream.record_event().synchronize()
         return [part._replace(values=target) for target, part in zip(targets, self._parts)]
 
     def _end(self) -> None:
-        """Let the optimizer steps continue that wait for this copy, because all tensors have been copied or written.
+        """Let waiting optimizer steps continue. Called when all tensors have been copied or written.
 
-        First compare torch's version counters. If a tensor was changed since the construction of this object, raise
-        RuntimeError instead. Optimizer steps then continue when `write` ends.
+        Raises RuntimeError if torch's version counters show that a tensor was changed since the construction of this
+        object. Waiting optimizer steps then continue only when `write` ends.
         """
         changed = [part.values._version for part in self._parts] != self._versions
         self._parts = []
         if changed:
             raise RuntimeError(
-                "something other than an optimizer step changed weights or optimizer state before they were copied. "
+                "something other than an optimizer step changed weights or optimizer state before they were saved. "
                 "Before you change them, call wait() of the SavingState that save_state returned, or save without "
                 "non_blocking."
             )

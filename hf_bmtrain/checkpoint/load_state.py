@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,14 +23,16 @@ from .entries import (
     check_arguments,
     file_base,
     has_trained_only,
+    listed,
     model_entries,
     named,
+    named_persistent_buffers,
     optimizers_of,
     saved_as,
-    schedulers_of,
     was_trained,
+    write_full,
 )
-from .folder import Found, find
+from .folder import LISTINGS, Found, find
 from .header import Damaged, StoredTensor, find_tensors
 from .manifest import Manifest
 from .ranges import Wanted, check_heads, read_parts
@@ -39,14 +41,16 @@ _log = logging.getLogger("hf_bmtrain")
 
 
 class Resumed(int):
-    """The result of `load_state`: the step of the checkpoint, an int that is true in a condition even for step 0.
+    """The result of `load_state`: an int, the step of the checkpoint, with the checkpoint's folder and `extra`.
 
-    It can be unpacked like a tuple, `step, folder, extra = bmt.load_state(...)`, and is equal to (step, folder, extra).
+    Unlike a plain int, a `Resumed` is true in a condition even if the step is 0. It can be unpacked, as in
+    `step, folder, extra = bmt.load_state(...)`. It is equal to its step (a number), and also to the tuple
+    (step, folder, extra).
 
     Attributes:
         step: the step of the checkpoint.
         folder: the checkpoint's folder.
-        extra: the `extra` that this rank passed to `save_state`. If the checkpoint was saved by another number of
+        extra: the `extra` that this rank passed to `save_state`. If the checkpoint was saved by a different number of
             ranks, the `extra` of rank 0.
     """
 
@@ -64,6 +68,9 @@ class Resumed(int):
 
     def __eq__(self, other: object) -> bool:
         return tuple(self) == other if isinstance(other, tuple) else super().__eq__(other)
+
+    def __ne__(self, other: object) -> bool:
+        return not self == other
 
     __hash__ = int.__hash__
 
@@ -90,21 +97,22 @@ def load_state(
 
     Collective: every rank must call it. Each rank reads its own elements, regardless of the number of ranks that saved
     the checkpoint, and verifies the checksums of all bytes that it uses. If a checkpoint is incomplete or damaged, the
-    next older one is loaded instead, with a warning that names the file and the tensor. On the same number of ranks,
-    the resumed training is bitwise identical to an uninterrupted one, except that torch's `Optimizer.load_state_dict`
-    rounds float32 state of 16-bit parameters (other than `step`), such as `mu_product` of NAdam. On another number of
-    ranks, the random generators are re-seeded, and buffers whose values differed between the saving ranks get the
-    values of rank 0.
+    next older one is loaded instead, with a warning that describes the damage. On the same number of ranks, the resumed
+    training is bitwise identical to an uninterrupted one, with one exception: for 16-bit parameters, torch's
+    `Optimizer.load_state_dict` rounds float32 state other than `step`, such as `mu_product` of NAdam. On a different
+    number of ranks, the random generators are re-seeded, and buffers whose values differed between the saving ranks get
+    the values of rank 0.
 
     Args:
         folder: a folder of checkpoints, or one checkpoint.
-        model: the model, created and wrapped as it was when it was saved.
+        model: the model, created and wrapped in the same way as the saved model.
         optimizer: an OptimManager, an optimizer, or a sequence of optimizers, as passed to `save_state`. None loads no
             optimizer state.
         scheduler: one scheduler or several, as passed to `save_state`. None loads no scheduler state, except that of an
             OptimManager's schedulers.
         weights: whether to load the model's parameters, buffers, and extra state (`set_extra_state` of modules). False
-            leaves all of them unchanged, on any number of ranks. Which layers compute in float8 is loaded in any case.
+            leaves all of them unchanged, on any number of ranks. The choice of the layers that compute in float8 is
+            loaded in any case.
         random: whether to restore the random generators of Python, NumPy, torch and the device.
 
     Returns:
@@ -114,8 +122,9 @@ def load_state(
 
     Raises:
         RuntimeError: on every rank, if `folder`, `weights`, `random`, or the number of optimizers or schedulers differs
-            between ranks, if no checkpoint is intact, or if the checkpoint does not fit the model or the optimizer.
-            In the last case, some values may have been loaded before the error.
+            between ranks, if `folder` is a file, a broken link or not readable, if an earlier `save_state` to this
+            folder with `non_blocking` failed, if no checkpoint is intact, or if the checkpoint does not fit the model
+            or the optimizer. In the last two cases, some values may have been loaded before the error.
         TypeError, ValueError: an argument has the wrong type or value.
 
     Example::
@@ -124,6 +133,7 @@ def load_state(
             ...
             bmt.save_state("checkpoints", model, manager, step=step + 1)
     """
+    optimizer, scheduler = listed(optimizer, scheduler)
     check_arguments(folder, model, optimizer, scheduler)
     expect_flag("weights", weights)
     expect_flag("random", random)
@@ -134,7 +144,7 @@ def load_parts(
     folder: str | os.PathLike,
     model: torch.nn.Module,
     optimizer: Any = None,
-    scheduler: Any = None,
+    scheduler: Sequence[Any] = (),
     *,
     parameters: bool,
     buffers: bool,
@@ -142,14 +152,14 @@ def load_parts(
 ) -> Resumed | None:
     """Load a checkpoint like `load_state`, but choose separately whether to load the model's parameters and buffers.
 
-    Collective: every rank must call it. `load_state` calls this function, and so does the support for Trainer, which
-    leaves out what Trainer has loaded already. The types of the arguments are not checked.
+    Collective: every rank must call it. `load_state` calls this function. The support for Trainer also calls it, and
+    leaves out what Trainer itself has already loaded. The types of the arguments are not checked.
 
     Args:
         folder: a folder of checkpoints, or one checkpoint.
         model: the model.
         optimizer: an OptimManager, an optimizer, or a sequence of optimizers. None loads no optimizer state.
-        scheduler: one scheduler or several. None loads no scheduler state, except that of an OptimManager's schedulers.
+        scheduler: a sequence of the schedulers, except those of an OptimManager, which are always loaded.
         parameters: whether to load the model's parameters.
         buffers: whether to load its persistent buffers, and the extra state of its modules.
         random: whether to restore the random generators of Python, NumPy, torch and the device.
@@ -158,15 +168,15 @@ def load_parts(
         A `Resumed`, which is the step of the checkpoint. None, without any change, if `folder` has no checkpoint.
 
     Raises:
-        RuntimeError: on every rank, if no checkpoint is intact, or if the checkpoint does not fit the model or the
-            optimizer. Some values may have been loaded before the error.
+        RuntimeError: on every rank, in the cases in which `load_state` raises it. Some values may have been loaded
+            before the error.
     """
     world, given = current_world(), Path(folder)
     root = given.resolve()
     facts = {
         "folder": os.fspath(folder),
         "number of optimizers": len(optimizers_of(optimizer)),
-        "number of schedulers": len(schedulers_of(scheduler)),
+        "number of schedulers": len(scheduler),
         "weights": bool(parameters),
         "buffers": bool(buffers),
         "random": bool(random),
@@ -175,32 +185,58 @@ def load_parts(
     for saved in (root, root.parent):
         if saved in world.kept:
             world.kept[saved].finish()
-    found, damaged = _find(world, given, () if parameters or buffers else (MODEL, TRAINED))
-    passed_over = [f"{each}: {reason}" for each, reason in damaged]
-    if not found and not passed_over:
+    without = () if parameters or buffers else (MODEL, TRAINED)
+    listing, listings = _find(world, given, without), 1
+    if not any(listing):
         return None
-    for each, _ in found:
-        loading = _Loading(world, each, model, optimizer, scheduler, parameters, buffers)
+    left, passed_over = listing[0], [f"{each}: {reason}" for each, reason in listing[1]]
+    # The parameters into which damaged checkpoints may have been read, and the last of these checkpoints.
+    overwritten: set[str] = set()
+    source = ""
+    while left:
+        each = left[0].folder
+        loading = _Loading(world, left[0], model, optimizer, scheduler, parameters, buffers)
         problem = _attempt(world, loading.open)
         if problem is None:
             world.check_same_on_all_ranks("load_state", loading.facts(), {"checkpoint": str(each)})
+            if lacking := sorted(overwritten - loading.sharded):
+                raise RuntimeError(
+                    f"load_state: {source}. Its values of {len(lacking)} parameters may have been loaded "
+                    f"already, but the next older checkpoint, {each}, was saved with trained_only=True and does not "
+                    f"contain them: {', '.join(lacking[:5])}. Load the model again, and then pass {each} to load_state"
+                )
             problem = _attempt(world, loading.read)
-        if problem is not None:
+            if problem is not None and loading.sharded:
+                overwritten |= loading.sharded
+                source = f"{each}: {problem}"
+        if problem is None:
+            for reason in passed_over if world.rank == 0 else ():
+                _log.warning(
+                    "load_state skipped the checkpoint %s. It is incomplete or damaged, so another checkpoint is "
+                    "loaded", reason,
+                )  # fmt: skip
+            extra = loading.apply(random)
+            if world.rank == 0:
+                _log.info("load_state has loaded the checkpoint %s, saved at step %d", each, loading.manifest.step)
+            return Resumed(loading.manifest.step, each, extra)
+        again = _find(world, given, without)
+        if again != listing and again[0] and listings < LISTINGS:
+            # The folder's contents have changed, because another job has saved, deleted or replaced checkpoints. So
+            # the checkpoint that could not be loaded need not be damaged. Try those in the new list.
+            listing, listings = again, listings + 1
+            left, passed_over = again[0], [f"{each}: {reason}" for each, reason in again[1]]
+        else:
+            left = left[1:]
             passed_over.append(f"{each}: {problem}")
-            continue
-        for reason in passed_over if world.rank == 0 else ():
-            _log.warning(
-                "load_state skipped the checkpoint %s. It is incomplete or damaged, so another checkpoint is loaded",
-                reason,
-            )
-        extra = loading.apply(random)
-        if world.rank == 0:
-            _log.info("load_state has loaded the checkpoint %s, saved at step %d", each, loading.manifest.step)
-        return Resumed(loading.manifest.step, each, extra)
-    raise RuntimeError(
-        f"load_state: no checkpoint in {root} is intact. {'; '.join(passed_over)}. Restore a checkpoint from a copy, "
-        "or leave load_state out to train from the beginning"
-    )
+    told = f"load_state: no checkpoint in {root} is intact. {'; '.join(passed_over)}. "
+    if listings == LISTINGS:
+        told += (
+            f"The folder was listed {listings} times, and each time another job deleted or replaced checkpoints before "
+            "they were loaded. Let that job save less often or keep more checkpoints, or load when it has ended"
+        )
+    else:
+        told += "Restore a checkpoint from a copy, or leave load_state out to train from the beginning"
+    raise RuntimeError(told)
 
 
 def _find(world: World, given: Path, without: tuple[str, ...]) -> tuple[list[Found], list[tuple[Path, str]]]:
@@ -210,11 +246,11 @@ def _find(world: World, given: Path, without: tuple[str, ...]) -> tuple[list[Fou
     RuntimeError on all ranks if rank 0 cannot read the folder.
 
     given: a folder of checkpoints, or one checkpoint.
-    without: beginnings of file names, such as "model". Safetensors files with such names are not checked.
+    without: prefixes of file names, such as "model". Safetensors files with such names are not checked.
     """
-    found, problem, root = None, None, given.resolve()
-    if world.rank == 0:
-        try:
+    found, root = None, given.resolve()
+    with world.raising_everywhere(f"load_state: {given} cannot be read"):
+        if world.rank == 0:
             if root.is_file():
                 raise NotADirectoryError(
                     "this path is a file. Pass the folder of a checkpoint, or the folder that contains checkpoints"
@@ -225,9 +261,6 @@ def _find(world: World, given: Path, without: tuple[str, ...]) -> tuple[list[Fou
                     "new path. If it was deleted, pass another folder"
                 )
             found = find(root, without)
-        except Exception as error:
-            problem = f"{type(error).__name__}: {error}"
-    world.raise_everywhere(f"load_state: {given} cannot be read", problem)
     return world.control.broadcast_object(found)
 
 
@@ -235,8 +268,8 @@ def _attempt(world: World, stage: Any) -> str | None:
     """Call `stage`, a function without arguments that does one step of loading, and exchange errors between the ranks.
 
     Collective: every rank must call it. If `stage` raises Damaged or OSError on any rank, which means that a file is
-    damaged, all ranks return a description of the damage. If `stage` raises any other exception on any rank, all ranks
-    raise RuntimeError. Without an exception, all ranks return None.
+    damaged or cannot be read, all ranks return a description of the damage. If `stage` raises any other exception on
+    any rank, all ranks raise RuntimeError. Without an exception, all ranks return None.
     """
     damage = problem = None
     try:
@@ -258,6 +291,11 @@ class _Loading:
 
     `open` checks that the checkpoint fits, `read` reads the tensors, and `apply` loads everything else. A model or
     optimizer may be incompletely loaded until `apply` has ended.
+
+    Attributes:
+        manifest: the checkpoint's manifest, from `open` on.
+        sharded: the names of the sharded parameters that `read` overwrites, from `open` on. They are equal on all
+            ranks.
     """
 
     manifest: Manifest
@@ -266,29 +304,36 @@ class _Loading:
     def __init__(
         self,
         world: World,
-        folder: Path,
+        found: Found,
         model: torch.nn.Module,
         optimizer: Any,
-        scheduler: Any,
+        scheduler: Sequence[Any],
         parameters: bool,
         buffers: bool,
     ) -> None:
-        self._world, self._folder, self._model = world, folder, model
+        self._world, self._folder, self._number, self._model = world, found.folder, found.manifest.number, model
         self._optimizer, self._scheduler = optimizer, scheduler
         self._parameters, self._buffers = parameters, buffers
         self._wanted: list[Wanted] = []
         self._full_params: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._states: list[LoadedState] = []
         self._trained: list[DistributedParameter] = []
+        self.sharded: set[str] = set()
 
     def open(self) -> None:
         """Check that the checkpoint fits the model and the optimizers, and list the elements that this rank must read.
 
         Tensors are not read yet, and the model and the optimizers are not changed. Raises Damaged or OSError if a file
-        is damaged, and ValueError if the checkpoint does not fit.
+        is damaged or cannot be read, and ValueError if the checkpoint does not fit.
         """
         of_model = self._parameters or self._buffers
         self.manifest = Manifest.read(self._folder).without(() if of_model else (MODEL, TRAINED))
+        if self.manifest.number != self._number:
+            raise Damaged(
+                f"the manifest that this rank reads has save number {self.manifest.number}, but the one that rank 0 "
+                f"has read has save number {self._number}. Another job has replaced the checkpoint, or the ranks see "
+                "different folders under this path"
+            )
         self.manifest.check_sizes(self._folder)
         check_heads(self._folder, self.manifest)
         self._state = small_state.read(self._folder)
@@ -332,7 +377,8 @@ class _Loading:
         else:
             entries = model_entries(self._model)
         _check_names(entries, tensors)
-        targets = parameters | dict(self._model.named_buffers())
+        targets = parameters | dict(named_persistent_buffers(self._model))
+        self.sharded = {entry.spec.name for entry in entries if entry.sharded}
         for entry in entries:
             part, stored = entry.part, tensors[entry.spec.name]
             target = targets[entry.spec.name]
@@ -348,9 +394,10 @@ class _Loading:
         left = [name for name in left if name not in tensors]
         if left and self._world.rank == 0:
             _log.warning(
-                "load_state: %d parameters are frozen now, but were trainable at some time after auto_wrap. The "
-                "checkpoint %s was saved with trained_only=True and does not contain them, so they keep their present "
-                "values: %s. If you trained them after loading the model, load the model again before load_state",
+                "load_state: %d parameters are frozen now, but were trained before: in this process, or in a run whose "
+                "checkpoint was loaded earlier in this process. The checkpoint %s was saved with trained_only=True and "
+                "does not contain them, so they keep their present values: %s. To give them their values from before "
+                "this training, load the model again before load_state",
                 len(left), self._folder, ", ".join(left[:5]),
             )  # fmt: skip
 
@@ -369,7 +416,8 @@ class _Loading:
         """Read this rank's elements of the checkpoint's tensors.
 
         Elements of sharded parameters are read directly into the parameters. Other values may be read into temporary
-        tensors, from which `apply` loads them. Raises Damaged or OSError if a file is damaged.
+        tensors, from which `apply` loads them. Raises Damaged or OSError if a file is damaged or cannot be read; some
+        elements may then already have been read.
         """
         self._want_optimizers()
         parameters = self._model.parameters() if self._parameters else ()
@@ -381,29 +429,39 @@ class _Loading:
             wait_loader()  # wait for copies to the device, which reading threads may have queued on other streams
         finally:
             # Mark the flat buffers (which contain the sharded parameters) as changed, so that they are all-gathered
-            # again. Do so even if this rank has failed or has no elements to read, because all ranks must take part.
+            # again. Do so even if this rank has failed or has no elements to read, because all ranks must join the
+            # all-gather.
             torch.autograd.graph.increment_version([buffer.shard for buffer in buffers])
 
     def apply(self, random: bool) -> Any:
         """Load all values that `read` has not loaded yet, such as optimizer and scheduler state.
 
-        Call it when `read` has succeeded on all ranks. Returns the `extra` that this rank passed to `save_state` or, if
-        the checkpoint was saved by another number of ranks, the `extra` of rank 0.
+        Collective: every rank must call it, when `read` has succeeded on all ranks. Returns the `extra` that this rank
+        passed to `save_state` or, if the checkpoint was saved by a different number of ranks, the `extra` of rank 0.
+        Raises RuntimeError on every rank if a rank fails, for example because its scheduler rejects the state.
 
         random: whether to restore the random generators.
         """
+        what = f"load_state: the checkpoint {self._folder} was loaded only in part. Load a checkpoint before you train"
+        with self._world.raising_everywhere(what):
+            extra = self._apply_own()
+        small_state.restore_features(self._world, self._model, self._state)
+        if random:
+            small_state.restore_random(self._world, self._state, self.manifest.step)
+        return extra
+
+    def _apply_own(self) -> Any:
+        """Load the values whose loading may fail on one rank only, and return the `extra` that `apply` returns."""
         with torch.no_grad():
             for target, values in self._full_params:
-                target.copy_(values.view(target.shape))
-        for parameter in self._trained:  # include these in later saves with `trained_only`, even if they are frozen
+                write_full(target, values.view(target.shape))
+        for parameter in self._trained:  # later saves with `trained_only` include these, even if they are frozen
             parameter.trained = True
         for loaded in self._states:
             loaded.load()
-        state, step = self._state, self.manifest.step
-        extra = small_state.restore(self._world, self._model, self._optimizer, self._scheduler, state, self._buffers)
-        if random:
-            small_state.restore_random(self._world, state, step)
-        return extra
+        return small_state.restore(
+            self._world, self._model, self._optimizer, self._scheduler, self._state, self._buffers
+        )
 
 
 def _refuse_packed(parameters: dict[str, Any], tensors: dict[str, StoredTensor]) -> None:
@@ -416,7 +474,8 @@ def _refuse_packed(parameters: dict[str, Any], tensors: dict[str, StoredTensor])
     if packed:
         raise ValueError(
             f"the checkpoint has trained values of {len(packed)} weights that are quantized in this model "
-            f"({', '.join(packed[:5])}). Load it into a model that was wrapped without quantize_frozen"
+            f"({', '.join(packed[:5])}). Load the checkpoint into a model without quantize_frozen or "
+            "load_in_4bit"
         )
 
 
@@ -436,9 +495,14 @@ def _check_names(entries: list[Entry], tensors: dict[str, StoredTensor]) -> None
     if missing or unexpected or shapes:
         hint = _hint([(shape, tensors[name].shape) for name, shape in mine.items() if name in tensors])
         raise ValueError(
-            f"the checkpoint is of another model: {len(missing)} tensors are missing in it ({', '.join(missing[:5])}), "
-            f"{len(unexpected)} are unexpected ({', '.join(unexpected[:5])}), and {len(shapes)} have other shapes "
-            f"({', '.join(shapes[:5])}). Create the model, and its adapters, as in the job that saved it{hint}"
+            "the checkpoint does not fit the model"
+            f"{f'. {len(unexpected)} tensors of the checkpoint are not in the model (' if unexpected else ''}"
+            f"{', '.join(unexpected[:5])}{')' * bool(unexpected)}"
+            f"{f'. {len(missing)} tensors of the model are not in the checkpoint (' if missing else ''}"
+            f"{', '.join(missing[:5])}{')' * bool(missing)}"
+            f"{f'. {len(shapes)} tensors have different shapes (' if shapes else ''}"
+            f"{', '.join(shapes[:5])}{')' * bool(shapes)}"
+            f". Create the model, and its adapters, as in the job that saved the checkpoint{hint}"
         )
 
 

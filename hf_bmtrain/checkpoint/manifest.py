@@ -16,7 +16,7 @@ NAME = "manifest.json"
 _FORMAT = 1
 _ADVICE = (
     "The ranks may have saved different models or optimizers: create the same ones on every rank. If they are the "
-    "same, report this error, because it is a bug of hf_bmtrain"
+    "same, report this error, because it is a bug in hf_bmtrain"
 )
 
 
@@ -41,7 +41,7 @@ class Manifest:
     Attributes:
         step: the training step at which the checkpoint was saved.
         number: the checkpoint's place in the order of saving: one more than the `number` of the newest intact
-            checkpoint that was in the folder at that time.
+            checkpoint that was in the folder at that time, or 1 if there was none.
         world_size: the number of ranks that saved the checkpoint.
         versions: the versions of the packages that saved the checkpoint, by package name.
         files: {file name: the chunks of the file, with their checksums}. The chunks are sorted by offset, and cover
@@ -57,10 +57,11 @@ class Manifest:
     def without(self, bases: tuple[str, ...]) -> Manifest:
         """Return a copy of this manifest (list of files) that lacks some safetensors files and their index files.
 
-        Used to load a checkpoint without these files, such as those of the weights. They may then be missing or
-        damaged.
+        Used to load a checkpoint without these files, such as those of the weights. These files may then be
+        missing or damaged.
 
-        bases: beginnings of file names, such as "model". The files whose names begin with one of them are left out.
+        bases: prefixes of file names, such as "model". The files whose names begin with one of these prefixes are left
+            out.
         """
         left_out = [name for name in self.files if name.startswith(bases) and ".safetensors" in name]
         return replace(self, files={name: chunks for name, chunks in self.files.items() if name not in left_out})
@@ -102,7 +103,7 @@ class Manifest:
     def read(cls, folder: Path) -> Manifest:
         """Return the manifest (the list of files and checksums) of the checkpoint in `folder`.
 
-        Raises Damaged if it is missing, changed or invalid.
+        Raises Damaged if the manifest is missing, changed or invalid.
         """
         try:
             outer = json.loads((folder / NAME).read_bytes())

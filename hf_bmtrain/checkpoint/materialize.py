@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,65 +12,44 @@ import torch
 from ..engine.runtime.world import World
 from ..engine.sharding.parameter import DistributedParameter
 from ..engine.sharding.sourced import SourcedParameter, divide_unless_mapped_everywhere
+from .entries import Named, by_tensor, named_persistent_buffers
 from .store import read_state
-
-Named = dict[int, tuple[torch.Tensor, list[str]]]
-"""The tensors of a model, as {id(tensor): (tensor, all its names in the state dict)}."""
 
 
 def fill_from(model: Any, weights: str | os.PathLike, world: World) -> None:
-    """Replace a model's parameters and buffers on the meta device by values from files.
+    """Replace a model's parameters and buffers by values from files, before the model is sharded.
 
-    Collective: every rank must call it.
+    Collective: every rank must call it. `auto_wrap` calls it if its argument `weights` is given, so that a model too
+    large for one rank can be created on the meta device and loaded here.
 
-    Each rank maps the files into memory and reads only its own elements of each parameter, cast to the parameter's
-    dtype. For a Hugging Face model, the weights are tied first, and non-persistent buffers, which are not in the files,
-    are computed by its `_init_weights`.
+    Safetensors files, and those of torch.save in its present format (zip), are mapped into memory. From these, each
+    rank reads only its own elements of each parameter and, if the files have checksums, the tensors that it verifies.
+    Other files are read completely, but each rank keeps only its own elements. All values are cast to the dtypes of the
+    model. For a Hugging Face model, the weights are tied first. Its non-persistent buffers, which no file contains, are
+    computed by its `_init_weights` if they are on the meta device.
 
     Args:
-        model: the model, on the meta device, not yet sharded.
+        model: the model, not yet sharded. Every tensor on the meta device must get a value. Any other tensor keeps its
+            values if the files lack them.
         weights: a file, a folder with Hugging Face weights, or the `.index.json` in it.
         world: the ranks among which each parameter will be divided.
 
     Raises:
-        RuntimeError: on every rank, if a rank cannot read the files, a tensor has no value, or names or shapes do not
-            match.
+        RuntimeError: on every rank, if the model is already sharded, a rank cannot read the files, a tensor on the meta
+            device has no value, names or shapes do not match, or the files have different values for tied tensors.
     """
-    problem = None
-    try:
+    with world.raising_everywhere(f"auto_wrap: {type(model).__name__} could not be loaded from weights={weights}"):
         if any(isinstance(parameter, DistributedParameter) for parameter in model.parameters()):
             raise ValueError("the model is already sharded. Load the weights with bmt.load(model, weights)")
         if callable(getattr(model, "tie_weights", None)):
-            model.tie_weights()  # because accelerate.init_empty_weights unties them
+            model.tie_weights()  # tie them again: accelerate.init_empty_weights unties weights
         state = read_state(Path(weights), (world.rank, world.size))
-        parameters, buffers = _named(model, False), _named(model, True)
+        parameters = by_tensor(model.named_parameters(remove_duplicate=False))
+        buffers = by_tensor(named_persistent_buffers(model, remove_duplicate=False))
         _compute_buffers(model, model)
         _check(parameters, buffers, model, state)
         _put(model, parameters, buffers, state, world)
-    except Exception as error:
-        problem = f"{type(error).__name__}: {error}"
-    world.raise_everywhere(f"auto_wrap: {type(model).__name__} could not be loaded from weights={weights}", problem)
-    scattered = {name: p for name, p in model.named_parameters() if isinstance(p, SourcedParameter)}
-    divide_unless_mapped_everywhere(scattered, world)
-
-
-def _named(model: torch.nn.Module, of_buffers: bool) -> Named:
-    """Return a model's parameters or, if `of_buffers`, its persistent buffers, each with all its names.
-
-    The result has the form {id(tensor): (tensor, names)}.
-    """
-    found: Named = {}
-    for module, prefix in _modules(model):
-        tensors: Mapping[str, Any] = module._buffers if of_buffers else module._parameters
-        for name, tensor in tensors.items():
-            if tensor is not None and not (of_buffers and name in module._non_persistent_buffers_set):
-                found.setdefault(id(tensor), (tensor, []))[1].append(prefix + name)
-    return found
-
-
-def _modules(model: torch.nn.Module) -> Iterator[tuple[torch.nn.Module, str]]:
-    for name, module in model.named_modules(remove_duplicate=False):
-        yield module, f"{name}." if name else ""
+    divide_unless_mapped_everywhere(model, world)
 
 
 def _check(parameters: Named, buffers: Named, model: torch.nn.Module, state: Mapping[str, torch.Tensor]) -> None:
@@ -115,8 +94,8 @@ def _check(parameters: Named, buffers: Named, model: torch.nn.Module, state: Map
                     "(tie_word_embeddings=False), or remove one of the two from the files"
                 )
     empty = [
-        prefix + name
-        for module, prefix in _modules(model)
+        f"{prefix}.{name}" if prefix else name
+        for prefix, module in model.named_modules(remove_duplicate=False)
         for name, buffer in module._buffers.items()
         if buffer is not None and buffer.is_meta and name in module._non_persistent_buffers_set
     ]
@@ -155,7 +134,7 @@ def _put(
         else:
             made = state[name].to(tensor.dtype, copy=True)
         filled[key] = made
-    for module, _ in _modules(model):
+    for module in model.modules():
         for name, tensor in [*module._parameters.items(), *module._buffers.items()]:
             if id(tensor) in filled:
                 setattr(module, name, filled[id(tensor)])

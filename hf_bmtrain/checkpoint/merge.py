@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,7 +13,7 @@ from tqdm import tqdm
 from ..engine.base.files import staged_folder
 from . import small_state
 from .entries import MODEL, TRAINED, has_trained_only
-from .folder import Found, check_space
+from .folder import PREFIXES, Found, check_space, write_manifest
 from .header import Damaged, StoredTensor, TensorSpec, find_tensors, plan_files, read_header
 from .manifest import NAME as MANIFEST
 from .manifest import Checked, Manifest
@@ -27,10 +26,10 @@ class _Source(NamedTuple):
     """A tensor to copy into the merged model, and the place where it is stored.
 
     Attributes:
-        folder: the folder of its file.
+        folder: the folder of the file that contains the tensor.
         manifest: the manifest (list of files and checksums) of `folder`, or None if the file has no checksums.
-        stored: its file, and its place in the file.
-        in_base: whether it comes from the base model (`--base`) instead of from the checkpoint.
+        stored: the name of that file, and the tensor's dtype, shape and place in the file.
+        in_base: whether the tensor comes from the base model (`--base`) instead of from the checkpoint.
     """
 
     folder: Path
@@ -40,22 +39,28 @@ class _Source(NamedTuple):
 
 
 def merge(checkpoint: Found, output: Path, limit: int, with_optimizer: bool, base: Sequence[Path]) -> list[str]:
-    """Write the model in a checkpoint to a new folder that Hugging Face's `from_pretrained` can open.
+    """Write the model in a checkpoint to a new folder, for Hugging Face's `from_pretrained`.
 
-    Only one tensor is in memory at a time. All bytes that are read are compared with their checksums, if they have
-    any. The folder is written under a temporary name, flushed to disk and renamed into place. If `merge` is killed, the
-    next call with the same `output` deletes the temporary folder.
+    In two cases, `from_pretrained` cannot load the folder. First, neither the checkpoint nor `base` has a config.json;
+    checkpoints of PEFT models have none. Second, the model was trained with a `tp_size` that has split some weights on
+    their columns. `save_state` stores these weights as (tp_size, rows, columns / tp_size), and `merge` keeps this
+    shape.
+
+    Only one tensor is in memory at a time. All bytes that are read are compared with their checksums, if they have any.
+    The folder is written under a temporary name, flushed to disk and renamed into place. If `merge` is killed, the next
+    call with the same `output` deletes the temporary folder.
 
     Args:
         checkpoint: the checkpoint's folder and manifest, from `find`.
         output: the folder to create.
-        limit: maximum size of a safetensors file in bytes; a tensor larger than that gets its own file.
+        limit: maximum size of a safetensors file in bytes, without its header; a larger tensor gets its own file.
         with_optimizer: whether to also write the optimizer state and everything else that `load_state` needs.
         base: for a checkpoint saved with `trained_only`, the folder or the safetensors files with the model's other
             tensors; otherwise empty.
 
     Returns:
-        Sentences to print for the user, one for each difference of dtypes between trained tensors and base model.
+        Notes to print for the user. If trained tensors have another dtype than in the base model, there is one note for
+        each combination of the two dtypes.
 
     Raises:
         Damaged: a file of the checkpoint is damaged.
@@ -69,7 +74,7 @@ def merge(checkpoint: Found, output: Path, limit: int, with_optimizer: bool, bas
     groups, copied = {MODEL: own}, _small_files(checkpoint, with_optimizer)
     if base:
         theirs, configs = _open_base(base)
-        tied = small_state.read(checkpoint.folder).get("tied", {})  # older checkpoints do not contain it
+        tied = small_state.read(checkpoint.folder).get("tied", {})  # checkpoints of older versions have no "tied"
         groups[MODEL], notes = _overlay(own, theirs, tied)
         copied = {**configs, **copied}
     if with_optimizer:
@@ -80,18 +85,18 @@ def merge(checkpoint: Found, output: Path, limit: int, with_optimizer: bool, bas
         if with_optimizer:
             old = checkpoint.manifest
             manifest = Manifest(old.step, old.number, old.world_size, old.versions)
-            for name, chunks in sorted(files.items()):
-                manifest.add(name, chunks, os.path.getsize(staging / name))
-            write_file(staging / MANIFEST, manifest.to_bytes())
+            write_manifest(staging, manifest, files)
     return notes
 
 
 def check_arguments(checkpoint: Found, output: Path, with_optimizer: bool, base: Sequence[Path]) -> None:
     """Raise ValueError if the arguments `base` or `output` of `merge` are not allowed for this checkpoint.
 
-    `base` is required for a checkpoint that was saved with `trained_only`, and otherwise forbidden. `output` must not
-    be in the folder that contains the checkpoint if the training that saves there would take `output` for one of its
-    own checkpoints. It would do so if `output` contains the optimizer state, or has a name such as "checkpoint-100".
+    `base` is required for a checkpoint that was saved with `trained_only`, and otherwise forbidden.
+
+    `load_state` and `save_state` must not take `output` for a checkpoint of the training. So if `with_optimizer` is
+    set, or the name of `output` begins with "checkpoint-" or "checkpoint_", `output` must not be beside the checkpoint
+    (in the folder that contains the checkpoint's folder). In any other folder, every name is allowed.
 
     Args:
         checkpoint: the checkpoint to merge.
@@ -110,7 +115,7 @@ def check_arguments(checkpoint: Found, output: Path, with_optimizer: bool, base:
     if base and not has_trained_only(checkpoint.manifest.files):
         raise ValueError(f"{checkpoint.folder} contains the full model. Leave out --base")
     beside = output.absolute().parent == checkpoint.folder.absolute().parent
-    if beside and (with_optimizer or output.name.startswith("checkpoint-")):
+    if beside and (with_optimizer or output.name.startswith(PREFIXES)):
         raise ValueError(
             f"{output} is beside the checkpoint {checkpoint.folder}, so the training that saves there would take it "
             "for one of its own checkpoints. Choose an --output in another folder"
@@ -149,9 +154,14 @@ def _open_base(base: Sequence[Path]) -> tuple[dict[str, _Source], dict[str, byte
 
     base: a folder, or one or several safetensors files. Configuration files are read from the folder of the first file.
 
-    Raises ValueError if `base` cannot be read, or if two of its files contain the same tensor.
+    Raises ValueError if `base` cannot be read, if it contains a folder beside other paths, or if two of its files
+    contain the same tensor.
     """
     folder = base[0] if base[0].is_dir() else base[0].parent
+    if folder == base[0] and len(base) > 1:
+        raise ValueError(
+            f"--base takes one folder, or one or several files; found {folder}, {', '.join(map(str, base[1:]))}"
+        )
     tensors: dict[str, _Source] = {}
     try:
         if folder == base[0]:
@@ -181,13 +191,14 @@ def _open_base(base: Sequence[Path]) -> tuple[dict[str, _Source], dict[str, byte
 def _overlay(
     trained: dict[str, _Source], base: dict[str, _Source], tied: dict[str, list[str]]
 ) -> tuple[dict[str, _Source], list[str]]:
-    """Return all tensors of the model, by name: those in `trained`, and the others from `base`.
+    """Return all tensors of the model, by name: those in `trained`, and all other tensors from `base`.
 
-    If a trained tensor is tied, `base` may contain it under its other names too. These are left out, because their
-    values are those from before the training.
+    If a trained tensor is tied, `base` may contain it under its other names too. These names are left out, because
+    `base` contains the values from before the training.
 
-    The second result is a list of sentences to print for the user, one for each difference of dtypes between `trained`
-    and `base`. Raises ValueError if a trained tensor is not in `base`, or has another shape there.
+    The second result is a list of notes to print for the user: one for each combination of two different dtypes that a
+    tensor has in `trained` and in `base`. Raises ValueError if a trained tensor is not in `base`, or has a different
+    shape there.
 
     trained: the tensors of the checkpoint, by name.
     base: the tensors of the base model, by name.
@@ -198,8 +209,8 @@ def _overlay(
         raise ValueError(
             f"--base lacks {len(strange)} of the {len(trained)} trained tensors: {', '.join(strange[:5])}. Pass the "
             "model from which training started, with all its files. If these tensors are adapters, which are not part "
-            "of a base model, load the checkpoint into the model with adapters instead (bmt.load_state), and call its "
-            "save_pretrained, or PEFT's merge_and_unload and then save_pretrained"
+            "of a base model, load the checkpoint into the model with adapters instead (bmt.load_state). Then call the "
+            "model's save_pretrained to save only the adapters, or merge_and_unload() first, to save the merged model"
         )
     shapes = [
         f"{name} {mine.stored.shape} (in --base {base[name].stored.shape})"
@@ -208,7 +219,7 @@ def _overlay(
     ]
     if shapes:
         raise ValueError(
-            f"{len(shapes)} trained tensors have other shapes than in --base: {'; '.join(shapes[:5])}. Pass the model "
+            f"{len(shapes)} trained tensors do not have the shapes of --base: {'; '.join(shapes[:5])}. Pass the model "
             "from which training started as --base"
         )
     notes, kinds = [], {(base[name].stored.dtype, mine.stored.dtype) for name, mine in trained.items()}
@@ -234,15 +245,14 @@ def _write(
 
     groups: {base name of files, such as "model": {name of a tensor: its source}}.
     copied: the contents of the other files, by file name.
-    limit: maximum size of a safetensors file in bytes; a tensor larger than that gets its own file.
+    limit: maximum size of a safetensors file in bytes, without its header; a larger tensor gets its own file.
     """
     files, written = [], {}
     for base, sources in groups.items():
         specs = [TensorSpec(name, source.stored.dtype, source.stored.shape) for name, source in sources.items()]
         plans, index = plan_files(base, specs, limit)
         files += [(plan, sources) for plan in plans]
-        if index is not None:
-            copied = {**copied, f"{base}.safetensors.index.json": index}
+        copied = {**copied, **index}
     total = sum(plan.size for plan, _ in files)
     check_space(staging, total + sum(map(len, copied.values())))
     for name, data in copied.items():

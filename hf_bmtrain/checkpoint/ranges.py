@@ -19,6 +19,7 @@ import torch
 
 from ..engine.base.pinned import pinned_bytes
 from ..engine.base.threads import in_threads
+from ..engine.comm.communicator import as_bytes
 from ..engine.comm.streams import has_own_memory
 from .header import Damaged, StoredTensor
 from .manifest import Checked, Manifest
@@ -43,22 +44,9 @@ class Part(NamedTuple):
     values: torch.Tensor
 
 
-def as_bytes(values: torch.Tensor) -> torch.Tensor:
-    """Return a view of a contiguous tensor's memory as a uint8 tensor of shape (nbytes,)."""
-    return values.detach().reshape(-1).view(torch.uint8)
-
-
-def checksum(values: torch.Tensor) -> int:
-    """Return the CRC-32 of the memory of a contiguous CPU tensor.
-
-    `save_state` uses it to find the buffers whose values differ between the ranks.
-    """
-    return zlib.crc32(memory_of(as_bytes(values)))
-
-
 def memory_of(data: torch.Tensor) -> memoryview:
     """Return a memoryview of a uint8 CPU tensor, without a copy."""
-    return memoryview(data.numpy())  # pyright: ignore[reportArgumentType], a buffer for numpy only from Python 3.12
+    return memoryview(data.numpy())  # pyright: ignore[reportArgumentType], arrays are buffers only from Python 3.12
 
 
 class _Scratch(threading.local):
@@ -145,10 +133,14 @@ def _write_chunk(handle: int, start: int, data: torch.Tensor, scratch: _Scratch)
 def write_file(path: Path, data: bytes, size: int | None = None) -> list[Checked]:
     """Create a file that begins with `data`, and flush it to disk.
 
+    Used for small files, which contain only `data`, and for safetensors files. For the latter, `data` is the header,
+    and `write_parts` later writes the tensors into the rest of the file.
+
     Args:
         path: the file, which must not exist.
         data: the first bytes of the file.
-        size: the size of the file in bytes; None uses the size of `data`. The bytes after `data` are zero.
+        size: the size of the file in bytes, at least that of `data`; None uses the size of `data`. The bytes after
+            `data` are zero.
 
     Returns:
         The offset, size and checksum of each chunk (at most 4 MiB) of `data`.
@@ -277,7 +269,7 @@ def _read(handle: int, scratch: _Scratch, chunk: Checked, what: str) -> torch.Te
     short, or the checksum differs.
 
     handle: the file descriptor.
-    scratch: the memory of each thread for one chunk.
+    scratch: host memory for one chunk, of which each thread has its own.
     chunk: the offset, size and checksum of the chunk. If the checksum is None, the chunk is not verified.
     what: the names of tensor and file, for messages.
     """
@@ -316,6 +308,7 @@ def check_heads(folder: Path, manifest: Manifest) -> None:
 
     Raises:
         Damaged: a file cannot be read, is too short, or does not match a checksum.
+        OSError: a safetensors file cannot be opened.
     """
     for name, chunks in manifest.files.items():
         small = not name.endswith(".safetensors")
@@ -333,9 +326,9 @@ def _header_bytes(path: Path) -> int:
 def check_file(folder: Path, name: str, chunks: Sequence[Checked]) -> Iterator[tuple[int, str | None]]:
     """Compare chunks of a checkpoint's file with their checksums, and yield a tuple (size, damage) for each chunk.
 
-    `size` is the size of the chunk in bytes. `damage` is a text that describes what is wrong, or None if the chunk is
+    `size` is the size of the chunk in bytes. `damage` is a message that says what is wrong, or None if the chunk is
     intact. Each chunk is read when its tuple is requested, so the caller can show progress or stop early. If the file
-    cannot be opened, the only tuple is (0, a text with the error).
+    cannot be opened, the only tuple is (0, the error message).
 
     Args:
         folder: the folder of the file.

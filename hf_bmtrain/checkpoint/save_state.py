@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import logging
@@ -14,7 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from importlib import metadata
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -29,13 +30,13 @@ from .entries import (
     Entry,
     check_arguments,
     file_base,
+    listed,
     model_entries,
     optimizer_entries,
     optimizers_of,
-    schedulers_of,
     was_trained,
 )
-from .folder import find, is_reserved, lock, prune, publish, stage
+from .folder import find, is_reserved, lock, prune, publish, stage, write_manifest
 from .header import FilePlan, plan_files
 from .host_copy import HostMemory, Snapshot
 from .manifest import NAME as MANIFEST
@@ -44,39 +45,10 @@ from .ranges import Part, checksums, write_file, write_parts
 
 _log = logging.getLogger("hf_bmtrain")
 _PACKAGES = ("hf_bmtrain", "torch", "transformers", "accelerate")
-_SECONDS = 1800  # how long a background thread waits for another rank's report
-# Seconds between the thread's checks whether the process of that rank has ended. (Usually the launcher has ended all
-# processes before such a check.)
+_SECONDS = 1800  # how long, in seconds, a background thread waits for another rank's report
+# How often, in seconds, that thread checks whether the process of the rank it waits for has ended. (Usually the
+# launcher has ended all processes before such a check.)
 _GONE_SECONDS = 5.0
-
-
-class Exchange(Protocol):
-    """The interface by which the ranks tell each other at each stage of saving whether it has failed.
-
-    There are two implementations, because only one thread at a time may run collectives: `_Collectives` for the thread
-    that trains, and `_Posts`, which uses a key-value store, for the background threads of `non_blocking`.
-    """
-
-    def collect(self, point: str, problem: str | None) -> str | None:
-        """Return one text with the errors of all ranks, or None if there are none; the same on every rank.
-
-        Collective: every rank must call it.
-
-        Args:
-            point: the name of the stage, such as "parts": the same on every rank, and used only once per checkpoint.
-            problem: the description of this rank's error, or None.
-        """
-
-    def from_first(self, point: str, problem: str | None) -> str | None:
-        """Return the description of rank 0's error, or None, on every rank.
-
-        Collective: every rank must call it.
-
-        Args:
-            point: the name of the stage, such as "publication": the same on every rank, and used only once per
-                checkpoint.
-            problem: on rank 0, the description of its error, or None. Ignored on other ranks.
-        """
 
 
 def save_state(
@@ -96,14 +68,14 @@ def save_state(
     """Save a checkpoint to `folder`/checkpoint-`step`, from which `load_state` resumes training.
 
     Collective: every rank must call it. Only `extra`, and the files that `add` writes, may differ between ranks. This
-    saves the weights, buffers, optimizer state, schedulers, loss scale, the random generators of every rank, and which
-    layers compute in float8. Nothing is gathered: each rank writes its own elements into the files, so `folder` must be
-    on a file system that all ranks share.
+    saves the weights, buffers, optimizer state, schedulers, loss scale, the random generators of every rank, and the
+    choice of the layers that compute in float8. Sharded tensors are not gathered: each rank writes its own elements
+    into the files, so `folder` must be on a file system that all ranks share.
 
-    Hugging Face's `from_pretrained` can load a model of transformers from the checkpoint's folder (`model*.safetensors`
-    and `config.json`), except if it is a PEFT model, if the checkpoint was saved with `trained_only`, or if `tp_size`
-    has split a weight on its columns. Such a weight (split on dimension 1, as in RowParallelLinear) is stored as
-    (tp_size, rows, columns / tp_size), which only `load_state` with the same `tp_size` can load.
+    Hugging Face's `from_pretrained` can load a transformers model from the checkpoint's folder (`model*.safetensors`
+    and `config.json`), except if the model is a PEFT model, if the checkpoint was saved with `trained_only`, or if
+    `tp_size` has split a weight on its columns. Such a weight (split on dimension 1, as in RowParallelLinear) is stored
+    as (tp_size, rows, columns / tp_size), which only `load_state` with the same `tp_size` can load.
     `optimizer*.safetensors` contain the optimizer state in the parameters' shapes.
 
     The files are written to a temporary folder, flushed to disk, checksummed, and renamed into place; only then are
@@ -114,55 +86,60 @@ def save_state(
     Args:
         folder: the folder of the checkpoints.
         model: the model.
-        optimizer: an OptimManager, an optimizer, or a sequence of optimizers, with parameters of `model`.
-        scheduler: one or several objects with a `state_dict`. Schedulers of an OptimManager are always saved.
+        optimizer: an OptimManager, an optimizer, or a sequence of optimizers, with parameters of `model`. None saves no
+            optimizer state.
+        scheduler: one or several objects with a `state_dict`, or None. Schedulers of an OptimManager are always saved.
         extra: data of this rank, which `load_state` returns as `extra` of its result: tensors, numbers, strings, lists
             and dicts.
         step: the training step, which is stored in the checkpoint and is part of its default name. None uses one more
-            than the step of the newest checkpoint in `folder`, or 1 if there is none.
-        keep: the number of checkpoints to keep in `folder`, including this one, whatever their names. The first saved
-            are deleted first. None keeps all. The next save tries again to delete checkpoints that could not be
-            deleted.
-        trained_only: save only parameters that are trainable, or have been at any time since `auto_wrap`, and all
-            buffers, to `trained*.safetensors`. `load_state` does not change the other parameters, so load them first.
-        non_blocking: return at once, and let a thread copy the values to host memory and write them. The next optimizer
-            step waits for the copies. Before you change weights in another way, call `SavingState.wait`. The first call
-            allocates host memory for this rank's values (page-locked if there is a GPU); later calls reuse it. Errors
-            are raised on all ranks by `wait`, or by the next `save_state` or `load_state` of the folder.
-        name: the name of the checkpoint's folder, without a slash, instead of checkpoint-`step`. None uses
-            checkpoint-`step`. An older checkpoint with the same name is replaced. `load_state` finds checkpoints of any
-            name; the newest is the one saved last, whatever its name and step.
+            than the step of the newest intact checkpoint in `folder`, or 1 if there is none.
+        keep: the number of checkpoints to keep in `folder`, including this one, whatever their names. The
+            checkpoints saved first are deleted first. Damaged checkpoints are neither counted nor deleted. None keeps
+            all. The next save tries again to delete checkpoints that could not be deleted.
+        trained_only: whether to leave out the weights that are not trained, such as the base model under PEFT adapters.
+            Of the model, True saves only the persistent buffers, the parameters that require a gradient now, and
+            sharded parameters that were trained earlier but are frozen now. They are written to `trained*.safetensors`
+            instead of `model*.safetensors`. The optimizer state is saved as usual. `load_state` does not change the
+            parameters that were left out, so load their values into the model before you call `load_state`.
+        non_blocking: whether to return before the values are saved, and to let a thread copy them to host memory and
+            write them. The next optimizer step waits for the copies. Before you change weights other than by an
+            optimizer step, call `SavingState.wait`. The first call for a folder allocates host memory for this rank's
+            values (page-locked if there is a GPU); later calls reuse it. Errors of the thread are raised on all ranks
+            by `wait`, or by the next `save_state` or `load_state` for the folder.
+        name: the name of the checkpoint's folder, without a slash. It must not begin with "tmp-" or a dot, or contain
+            ".replaced-". None uses checkpoint-`step`. An older checkpoint with the same name is replaced. `load_state`
+            finds checkpoints of any name; the newest is the one saved last, whatever its name and step.
         add: a function that writes additional files of the checkpoint. It is called on every rank, with the path of an
-            empty folder of that rank's own. `save_state` calls it before it returns, also with `non_blocking`. The
-            files of all ranks become part of the checkpoint. If several ranks write a file with the same name, that of
-            the lowest rank is saved. A file with the name of one that `save_state` itself writes, such as config.json,
-            is not saved.
+            empty folder of that rank's own, before `save_state` returns (even with `non_blocking`). The files of all
+            ranks become part of the checkpoint. If several ranks write a file with the same name, that of the lowest
+            rank is saved. A file is not saved if `save_state` itself writes a file with the same name, such as
+            config.json. If a file is named manifest.json, saving fails.
 
     Returns:
         A `SavingState`, whose `folder` is the checkpoint's folder.
 
     Raises:
-        RuntimeError: on every rank, if saving fails on one rank, or if `step`, `keep`, `trained_only`, `non_blocking`,
-            `name`, or the number of optimizers or schedulers differs between ranks, or only some ranks pass `add`.
-            Earlier checkpoints are not changed.
+        RuntimeError: on every rank, if saving fails on one rank, if `step`, `keep`, `trained_only`, `non_blocking`,
+            `name`, or the number of optimizers or schedulers differs between ranks, if only some ranks pass `add`, or
+            if the previous save to `folder`, with `non_blocking`, failed. Earlier checkpoints are not changed.
         TypeError, ValueError: an argument has the wrong type or value.
 
     Example::
 
         bmt.save_state("checkpoints", model, manager, step=step, keep=3, non_blocking=True)
     """
+    optimizer, scheduler = listed(optimizer, scheduler)
     check_arguments(folder, model, optimizer, scheduler)
-    _check_options(step, keep, trained_only, non_blocking, name, add)
+    step, keep = _check_options(step, keep, trained_only, non_blocking, name, add)
     world, root = current_world(), Path(folder).resolve()
     world.barrier("save_state")
     keeper = world.kept.setdefault(root, _Keeper())
     facts = {
         "checkpoint still being saved to the folder": keeper.saving and keeper.saving.folder.name,
         "number of optimizers": len(optimizers_of(optimizer)),
-        "number of schedulers": len(schedulers_of(scheduler)),
-        # The check compares texts, and 3 and numpy.int64(3) have different ones. So convert to Python's own types.
-        "step": None if step is None else int(step),
-        "keep": None if keep is None else int(keep),
+        "number of schedulers": len(scheduler),
+        "step": step,
+        "keep": keep,
         "trained_only": bool(trained_only),
         "non_blocking": bool(non_blocking),
         "name": repr(name),
@@ -171,11 +148,13 @@ def save_state(
     world.check_same_on_all_ranks("save_state", facts, {"folder": os.fspath(folder)})
     keeper.finish()
     bases, others = _entries(world, model, optimizer, trained_only)
-    state = small_state.collect(world, model, optimizer, others, scheduler, extra)
     files, small = _plan(bases)
-    job = _Job(world.rank, world.size, root, files, keep, step, name)
+    job = _Job(world.rank, world.size, root, files, keep, step, name, adds=add is not None)
+    collect_own = functools.partial(small_state.collect_own, world, model, optimizer, others, scheduler, extra)
+    state = small_state.collect(world, model, _on_every_rank(world, job, collect_own))
     _begin(world, job, lambda: job.begin(keeper, small, state, model))
-    _add(world, job, add)
+    if add is not None:
+        _on_every_rank(world, job, lambda: job.add(add), "the function passed as add raised ")
     parts = _parts(bases if not non_blocking else _copy_full_params(bases), files, world)
     wait_loader()
     if non_blocking:
@@ -185,13 +164,16 @@ def save_state(
     return SavingState(world, job)
 
 
-def _check_options(step: Any, keep: Any, trained_only: Any, non_blocking: Any, name: Any, add: Any) -> None:
-    """Raise TypeError or ValueError if an option of `save_state` has the wrong type or value."""
+def _check_options(step: Any, keep: Any, trained_only: Any, non_blocking: Any, name: Any, add: Any) -> Any:
+    """Raise TypeError or ValueError if an option of `save_state` has the wrong type or value.
+
+    Returns (step, keep), each as an int or None.
+    """
     if step is not None:
-        expect_number("step", step, "at least 0, or None", lambda number: number >= 0, integer=True)
+        step = expect_number("step", step, "at least 0, or None", lambda number: number >= 0, integer=True)
     if keep is not None:
         wanted = "at least 1, or None (the checkpoint being saved counts, and is always kept)"
-        expect_number("keep", keep, wanted, lambda number: number >= 1, integer=True)
+        keep = expect_number("keep", keep, wanted, lambda number: number >= 1, integer=True)
     expect_flag("trained_only", trained_only)
     expect_flag("non_blocking", non_blocking)
     if name is not None:
@@ -205,6 +187,24 @@ def _check_options(step: Any, keep: Any, trained_only: Any, non_blocking: Any, n
             )
     if add is not None:
         expect_callable("add", add, "a function that takes the empty folder (a Path), or None")
+    return step, keep
+
+
+def _on_every_rank(world: World, job: _Job, function: Callable[[], Any], told: str = "") -> Any:
+    """Return the result of `function`, which takes no arguments, or raise RuntimeError on all ranks if one rank fails.
+
+    Collective: every rank must call it.
+
+    job: the checkpoint being saved.
+    told: the beginning of the description of an error.
+    """
+    result = problem = None
+    try:
+        result = function()
+    except Exception as error:
+        problem = told + _describe(error)
+    _raise(job, _report(world.gather_objects(problem)))
+    return result
 
 
 def _begin(world: World, job: _Job, begin: Callable[[], None]) -> None:
@@ -236,32 +236,14 @@ def _begin(world: World, job: _Job, begin: Callable[[], None]) -> None:
             f"{job.root} lacks the folder {job.staged}, which rank 0 has created in {root}. All ranks must pass the "
             "same folder, on a file system that they share"
         )
-    _raise(job, _Collectives(world).collect("begin", problem))
-
-
-def _add(world: World, job: _Job, add: Callable[[Path], None] | None) -> None:
-    """Call the user's function that writes additional files into a checkpoint.
-
-    Collective: every rank must call it. Raises RuntimeError on all ranks if the function fails on any rank.
-
-    job: the checkpoint being saved.
-    add: the argument `add` of `save_state`: the function, which takes the path of an empty folder; None does nothing.
-    """
-    if add is None:
-        return
-    problem, job.adds = None, True
-    try:
-        job.add(add)
-    except Exception as error:
-        problem = f"the function passed as add raised {_describe(error)}"
-    _raise(job, _Collectives(world).collect("add", problem))
+    _raise(job, _report(world.gather_objects(problem)))
 
 
 def let_others_save(folder: str | os.PathLike) -> None:
     """Wait until this job's last checkpoint in `folder` is complete, and unlock the folder for other jobs.
 
-    `save_state` locks the folder until this process ends. Call this function earlier if this job saves no more
-    checkpoints to the folder, or before the folder is renamed.
+    `save_state` locks the folder until this process ends. Call this function if other jobs are to save to the folder
+    while this process still runs. If you rename the folder, call it before: with the new path, it would do nothing.
 
     Collective: every rank must call it. Raises RuntimeError on every rank if saving the last checkpoint failed. Does
     nothing if this job has saved nothing to `folder`.
@@ -297,7 +279,7 @@ class SavingState:
         if snapshot is not None:
             self._thread = threading.Thread(target=self._run, args=(snapshot, memory), name=f"save {job.final}")
             try:
-                self._thread.start()  # not a daemon, so the interpreter waits for it before it exits
+                self._thread.start()  # not a daemon thread, so the interpreter does not exit before it ends
             except BaseException:
                 snapshot.close()  # otherwise optimizer steps would wait for a copy that no thread makes
                 raise
@@ -310,8 +292,8 @@ class SavingState:
             self._problem = self._job.finish(write, exchange)
         except Exception as error:  # for example because the launcher's key-value store no longer exists
             self._problem = _describe(error)
-            if self._job.rank != 0:  # rank 0 publishes the checkpoint, and may have done so
-                outcome = "may not have been saved: this rank could not learn it from rank 0"
+            if self._job.rank != 0:  # rank 0 may have renamed the checkpoint into place
+                outcome = "may not have been saved: this rank did not learn from rank 0 whether it was"
         if self._job.published:
             self._problem = None
         if self._problem is not None:  # log the problem now, because the script may end before `wait` raises it
@@ -328,9 +310,9 @@ class SavingState:
             self._snapshot.close()
             self._thread = None
             # Usually the ranks have already exchanged their errors, so `_problem` is the same on every rank. But if
-            # this exchange failed on one rank, perhaps only that rank has a text. So gather all texts, and raise the
-            # first. If rank 0 has renamed the checkpoint into place, the checkpoint is complete. A text then only says
-            # that a rank could not learn this, and is ignored.
+            # this exchange failed on one rank, perhaps only that rank has an error message. So gather the messages of
+            # all ranks, and raise the first. If rank 0 has renamed the checkpoint into place, the checkpoint is
+            # complete. A message then only says that a rank did not learn this, and is ignored.
             reports = self._world.gather_objects((self._job.published, self._problem))
             published, _ = reports[0]
             _raise(self._job, None if published else next((text for _, text in reports if text), None))
@@ -370,11 +352,12 @@ class _Job:
         root: the folder of the checkpoints.
         files: the safetensors files to write.
         keep: the number of checkpoints to keep, including this one. None keeps all.
-        step: the step of the checkpoint. `begin` replaces None by one more than the step of the newest checkpoint.
+        step: the step of the checkpoint. `begin` replaces None by one more than the step of the newest intact
+            checkpoint, or by 1 if there is none.
         name: the name of the checkpoint's folder, or None for checkpoint-`step`.
-        number: the checkpoint's place in the order of saving: one more than that of the newest checkpoint.
-        staged: the unique name of the temporary folder; "" before rank 0 has created the folder.
         adds: whether every rank calls a user's function that writes additional files (`add` of `save_state`).
+        number: the checkpoint's place in the order of saving: one more than that of the newest intact checkpoint.
+        staged: the unique name of the temporary folder; "" before rank 0 has created the folder.
         published: on rank 0, whether the checkpoint has its final name, and so is complete; False on other ranks.
     """
 
@@ -385,9 +368,9 @@ class _Job:
     keep: int | None
     step: int | None
     name: str | None
+    adds: bool
     number: int = 0
     staged: str = ""
-    adds: bool = False
     published: bool = False
 
     @property
@@ -411,6 +394,11 @@ class _Job:
             state: the state to write to `state.pt`, from `small_state.collect`.
             model: the model, whose configuration is written too.
         """
+        if os.path.exists(self.root / MANIFEST):
+            raise ValueError(
+                f"{self.root} is itself a checkpoint (it has a file {MANIFEST}), so load_state would not find "
+                f"checkpoints inside it. Pass another folder, such as the one that contains it, {self.root.parent}"
+            )
         small = {**small, small_state.NAME: small_state.encode(state)}
         keeper.lock = lock(self.root, keeper.lock)
         found, _ = find(self.root)
@@ -437,11 +425,11 @@ class _Job:
         paths = [path for path in sorted(folder.rglob("*")) if path.is_file()]
         self._note(f"added-{self.rank}", {str(path.relative_to(folder)): checksums(path) for path in paths})
 
-    def finish(self, write: Callable[[], dict[str, list[Checked]]], exchange: Exchange) -> str | None:
+    def finish(self, write: Callable[[], dict[str, list[Checked]]], exchange: _Collectives | _Posts) -> str | None:
         """Write this rank's elements, and complete the checkpoint: rank 0 renames the temporary folder into place.
 
-        Collective: every rank must call it. Returns a text with the errors of all ranks, or None if the checkpoint is
-        complete. Errors in deleting older checkpoints after that are only logged.
+        Collective: every rank must call it. Returns a message with the errors of all ranks, or None if the checkpoint
+        is complete. Errors in deleting older checkpoints after that are only logged.
 
         write: a function without arguments that writes the elements, and returns the offset, size and checksum of each
             written chunk, by file name.
@@ -469,7 +457,8 @@ class _Job:
 
         From these JSON files, rank 0 later creates the manifest, which lists the files and checksums of all ranks.
 
-        name: the variable part of the JSON file's name, pieces-`name`.json, such as this rank's number.
+        name: the variable part of the JSON file's name, pieces-`name`.json: "begin", the number of this rank, or
+            "added-" followed by the number of this rank.
         written: the offset, size and checksum of each written chunk, by file name.
         """
         with open(self.staging / f"pieces-{name}.json", "x") as file:
@@ -486,9 +475,7 @@ class _Job:
             self._move_added(rank, chunks)
         assert self.step is not None
         manifest = Manifest(self.step, self.number, self.size, _versions())
-        for file, some in sorted(chunks.items()):
-            manifest.add(file, some, os.path.getsize(self.staging / file))
-        write_file(self.staging / MANIFEST, manifest.to_bytes())
+        write_manifest(self.staging, manifest, chunks)
         publish(self.staging, self.final)
         self.published = True
 
@@ -533,7 +520,7 @@ def _entries(
     grouped by the base name of the files into which they are written, such as "model" or "optimizer".
 
     optimizer: an OptimManager, or one or several optimizers; None if no optimizer state is saved.
-    trained_only: whether to leave out the parameters that have always been frozen since `auto_wrap`.
+    trained_only: whether to leave out the parameters that are frozen and were never trained.
     """
     name, chosen = (TRAINED, was_trained) if trained_only else (MODEL, None)
     bases, others = {name: model_entries(model, chosen)}, []
@@ -544,10 +531,10 @@ def _entries(
 
 
 def _plan(bases: dict[str, list[Entry]]) -> tuple[list[FilePlan], dict[str, bytes]]:
-    """Decide which tensors are written to which safetensors files. Return these files, and the files' indices.
+    """Decide which tensors are written to which safetensors files. Return these files, and the contents of index files.
 
-    An index is returned as {file name: contents}. It lists the file of each tensor, and is needed only if the tensors
-    of a base name do not fit into one file.
+    The contents are returned as {name of the index file: contents}. An index file lists the file of each tensor. It is
+    needed only if the tensors of a base name do not fit into one file.
 
     bases: the tensors to write, by the base name of their files, such as "model".
     """
@@ -555,8 +542,7 @@ def _plan(bases: dict[str, list[Entry]]) -> tuple[list[FilePlan], dict[str, byte
     for base, entries in bases.items():
         plans, index = plan_files(base, [entry.spec for entry in entries])
         files += plans
-        if index is not None:
-            indices[f"{base}.safetensors.index.json"] = index
+        indices |= index
     return files, indices
 
 
@@ -623,10 +609,8 @@ def _write_config(folder: Path, model: Any) -> dict[str, list[Checked]]:
 def _versions() -> dict[str, str]:
     found = {}
     for name in _PACKAGES:
-        try:
+        with contextlib.suppress(metadata.PackageNotFoundError):
             found[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
     return found
 
 
@@ -650,24 +634,45 @@ def _report(problems: list[str | None]) -> str | None:
 
 
 class _Collectives:
-    """The `Exchange` (of errors between the ranks) for the threads that train. It uses collectives."""
+    """Exchanges the errors of the ranks after each stage of saving, for the thread that trains. It uses collectives.
+
+    Only one thread at a time may run collectives, so the background threads of `non_blocking` use `_Posts`, which has
+    the same methods (unless there is only one rank).
+    """
 
     def __init__(self, world: World) -> None:
         self._world = world
 
     def collect(self, point: str, problem: str | None) -> str | None:
+        """Return one message with the errors of all ranks, or None if no rank has an error.
+
+        All ranks get the same result. Collective: every rank must call it.
+
+        Args:
+            point: the name of the stage, such as "parts": the same on every rank, and used only once per checkpoint.
+            problem: the description of this rank's error, or None if it has none.
+        """
         return _report(self._world.gather_objects(problem))
 
     def from_first(self, point: str, problem: str | None) -> str | None:
+        """Return the description of rank 0's error, or None, on every rank.
+
+        Collective: every rank must call it.
+
+        Args:
+            point: the name of the stage, such as "publication": the same on every rank, and used only once per
+                checkpoint.
+            problem: on rank 0, the description of its error, or None. Ignored on other ranks.
+        """
         return self._world.control.broadcast_object(problem)
 
 
 class _Posts:
-    """The `Exchange` (of errors between the ranks) for the background threads that write a checkpoint.
+    """Exchanges the errors of the ranks for the background threads that write a checkpoint, as `_Collectives` does.
 
-    It uses the launcher's key-value store instead of collectives, because the main thread may run a collective at the
-    same time. Every key contains the name of the checkpoint's temporary folder, which is unique, so that the texts of
-    different checkpoints are not confused.
+    It uses the launcher's key-value store instead of collectives, because the thread that trains may run a collective
+    at the same time. Every key contains the name of the checkpoint's temporary folder, which is unique, so that
+    messages about different checkpoints are not confused.
     """
 
     def __init__(self, world: World, job: _Job) -> None:
@@ -694,12 +699,13 @@ class _Posts:
             return str(error)
 
     def _look(self, key: str, rank: int) -> str:
-        """Wait for the text that a rank stores under `key` in the launcher's key-value store, and return it.
+        """Wait for the message that a rank stores under `key` in the launcher's key-value store, and return it.
 
-        Raises TimeoutError if there is no text after `_SECONDS` (half an hour), or if the process of `rank` has ended.
+        Raises TimeoutError if there is no message after `_SECONDS` (half an hour), or if `rank` is on this host and its
+        process has ended without storing a message.
 
-        key: the full key, in which `rank` stores its text.
-        rank: the rank that stores the text, for the message.
+        key: the full key under which `rank` stores its message.
+        rank: the rank that stores the message, for the error.
         """
         end, watch, gone = time.monotonic() + _SECONDS, self._world.monitor, ""
         look_again = time.monotonic() + _GONE_SECONDS
@@ -707,7 +713,7 @@ class _Posts:
             shown = self._world.control.look(key)
             if shown is not None:
                 return shown
-            if gone:  # the process of `rank` had ended before the last call of `look`, which found no text
+            if gone:  # the process of `rank` had ended before the last call of `look`, which found nothing
                 raise TimeoutError(gone)
             if time.monotonic() > look_again and isinstance(watch, Watch):
                 gone, look_again = watch.why_gone(rank), time.monotonic() + _GONE_SECONDS

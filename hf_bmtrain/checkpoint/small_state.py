@@ -1,7 +1,7 @@
 """Save and load a checkpoint's small state, in the file `state.pt`: all state except the large tensors.
 
-The small state consists of random generators, parameter groups, step counts, schedulers, the loss scale, the user's
-`extra`, and similar values.
+The small state consists of the states of random generators, parameter groups, step counts, schedulers, the loss scale,
+the user's `extra`, and similar values.
 """
 
 from __future__ import annotations
@@ -11,23 +11,32 @@ import logging
 import pickle
 import random
 import zlib
+from collections import OrderedDict
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
+from ..engine.base.checksums import checksums
 from ..engine.optim.manager import OptimManager
 from ..engine.runtime.launcher import seed_everything
 from ..engine.runtime.world import World
-from .entries import check_groups, groups_of, named_persistent_buffers, optimizers_of, schedulers_of, tied_names
-from .ranges import checksum
+from .entries import (
+    check_groups,
+    check_settings,
+    groups_of,
+    named_persistent_buffers,
+    optimizers_of,
+    tied_names,
+    write_full,
+)
 
 _log = logging.getLogger("hf_bmtrain")
 NAME = "state.pt"
 
 
-def collect(
+def collect_own(
     world: World,
     model: torch.nn.Module,
     optimizer: Any,
@@ -35,41 +44,86 @@ def collect(
     schedulers: Any,
     extra: Any,
 ) -> dict[str, Any]:
-    """Collect the state of all ranks that the file `state.pt` will contain: everything except the large tensors.
+    """Return the state for the file `state.pt`, as far as this rank has it.
 
-    Collective: every rank must call it.
+    `collect` then adds the random generators and `extra` of the other ranks, buffers, and the state of features.
+
+    Collective: every rank must call it, because an OptimManager ends its previous training step here. If that step was
+    skipped because of inf or nan, the ranks exchange messages to find which gradient was inf or nan.
+
+    This function calls user code, such as a scheduler's `state_dict`, which may raise an error on one rank only. So the
+    caller must exchange errors between the ranks before it calls `collect`.
 
     Args:
-        world: this rank's number, device and communicators.
+        world: the ranks that train together, with this process's rank, device and communicators.
         model: the model.
         optimizer: an OptimManager, or one or several optimizers; None if no optimizer state is saved.
         others: for each optimizer, the state that is not written to safetensors files, such as step counts, as
             {parameter name: {key: value}}.
-        schedulers: one or several schedulers; None to collect only those of the OptimManager, if there is one.
+        schedulers: a sequence of the schedulers, except those of an OptimManager, which are always collected.
         extra: this rank's object that the user passed to `save_state`.
+
+    Returns:
+        A dict. Under "rank", it contains this rank's random generators and `extra`. The other entries are the same on
+        every rank: parameter groups, step counts, schedulers, the loss scale, and similar values.
+    """
+    # Call own_state first. The host may not know yet whether the previous step was skipped because of inf or nan.
+    # own_state finds out and, if the step was not skipped, steps the schedulers, which set the learning rates collected
+    # below.
+    manager = optimizer.own_state() if isinstance(optimizer, OptimManager) else None
+    return _for_file(
+        {
+            "rank": {"random": _random_state(world.device), "extra": extra},
+            "optimizers": [
+                {"kind": type(each).__name__, "groups": groups_of(each, model), "others": state}
+                for each, state in zip(optimizers_of(optimizer), others)
+            ],
+            "manager": manager,
+            "schedulers": [scheduler.state_dict() for scheduler in schedulers],
+            "modules": {name: module.get_extra_state() for name, module in _with_extra_state(model)},
+            "tied": tied_names(model),
+        }
+    )
+
+
+def collect(world: World, model: torch.nn.Module, own: dict[str, Any]) -> dict[str, Any]:
+    """Return the state that the file `state.pt` will contain: everything except the large tensors.
+
+    Collective: every rank must call it. Raises RuntimeError on every rank if the `extra` of a rank cannot be pickled.
+
+    Args:
+        world: the ranks that train together, with this process's rank, device and communicators.
+        model: the model.
+        own: the result of `collect_own` on this rank.
 
     Returns:
         The state, which is the same on every rank: random generators and `extra` of every rank, parameter groups, step
         counts, schedulers, the loss scale, and similar values.
     """
-    # Call own_state first. The host may not know yet whether the previous step was skipped because of inf or nan.
-    # own_state finds out and, if it was not, steps the schedulers, which set the learning rates collected below.
-    manager = optimizer.own_state() if isinstance(optimizer, OptimManager) else None
-    ranks = world.gather_objects(
-        {"random": _random_state(world.device), "extra": extra, "buffers": _own_buffers(world, model)}
-    )
+    mine = {**own["rank"], "buffers": _own_buffers(world, model)}
     return {
-        "ranks": ranks,
-        "optimizers": [
-            {"kind": type(each).__name__, "groups": groups_of(each, model), "others": state}
-            for each, state in zip(optimizers_of(optimizer), others)
-        ],
-        "manager": manager,
-        "schedulers": [scheduler.state_dict() for scheduler in schedulers_of(schedulers)],
+        **{name: value for name, value in own.items() if name != "rank"},
+        "ranks": world.control.gather(mine, "save_state's exchange of the ranks' extra"),
         **{name: state.save(world, model) for name, state in world.saved_states.items()},
-        "modules": {name: module.get_extra_state() for name, module in _with_extra_state(model)},
-        "tied": tied_names(model),
     }
+
+
+def _for_file(value: Any) -> Any:
+    """Return `value` with tensors and numbers that the file `state.pt` can contain, also in dicts, lists and tuples.
+
+    Tensors that are views of larger tensors are copied, because torch.save would write all elements of the larger
+    tensor. Numbers of NumPy, such as a learning rate, become numbers of Python, because torch.load refuses them.
+    """
+    if isinstance(value, np.generic):
+        return value.item()
+    if type(value) in (dict, OrderedDict):
+        return type(value)((key, _for_file(each)) for key, each in value.items())
+    if type(value) in (list, tuple):
+        return type(value)(map(_for_file, value))
+    if type(value) is torch.Tensor and value.layout == torch.strided:
+        if value.untyped_storage().nbytes() > value.nbytes:
+            return value.detach().clone().requires_grad_(value.requires_grad)
+    return value
 
 
 def encode(state: dict[str, Any]) -> bytes:
@@ -79,7 +133,7 @@ def encode(state: dict[str, Any]) -> bytes:
 
     state: the random generators, schedulers and other small state, as `collect` returns them.
 
-    Raises ValueError if torch.load(weights_only=True) would refuse objects in it.
+    Raises ValueError if torch.load(weights_only=True) would refuse objects in the state.
     """
     file = io.BytesIO()
     torch.save(state, file)
@@ -92,22 +146,23 @@ def decode(data: bytes) -> dict[str, Any]:
 
     `read` calls this with the bytes of a file, and `encode` with bytes that it has just made, to check them.
 
-    Raises ValueError if torch.load(weights_only=True) refuses objects in it.
+    Raises ValueError if torch.load(weights_only=True) cannot read the bytes, or refuses objects in them.
     """
     try:
         return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
     except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
         raise ValueError(
-            "The argument extra of save_state, and the states of schedulers and optimizers, may contain only tensors, "
-            "numbers, strings, lists and dicts. If the optimizer keeps other objects, save only the model "
-            f"(save_only_model=True in TrainingArguments). {' '.join(str(error).split())[:300]}"
+            "torch.load(weights_only=True) cannot read state.pt: `extra` and the states of schedulers and optimizers "
+            "may contain only tensors, numbers, strings, lists and dicts. When saving, remove other objects from "
+            "`extra`, or pass no optimizer and scheduler (in Trainer: save_only_model=True). The error was: "
+            f"{' '.join(str(error).split())[:300]}"
         ) from error
 
 
 def read(folder: Path) -> dict[str, Any]:
     """Read the file `state.pt` of the checkpoint in `folder`: random generators, schedulers and other small state.
 
-    Raises ValueError if torch.load(weights_only=True) refuses objects in it.
+    Raises ValueError if torch.load(weights_only=True) cannot read the bytes, or refuses objects in them.
     """
     return decode((folder / NAME).read_bytes())
 
@@ -115,50 +170,61 @@ def read(folder: Path) -> dict[str, Any]:
 def restore(
     world: World, model: torch.nn.Module, optimizer: Any, schedulers: Any, state: dict[str, Any], buffers: bool
 ) -> Any:
-    """Load all state in the checkpoint's file `state.pt` except that of optimizers and random generators.
+    """Load schedulers, loss scale, extra state of modules, and this rank's own buffer values from `state.pt`.
 
-    This is the state of schedulers, the loss scale and the state of features such as float8. With `buffers`, it is also
-    the extra state of modules, and this rank's values of buffers whose values differed between the saving ranks. These
-    values are loaded only if the number of ranks is the same as when the checkpoint was saved; otherwise the buffers
-    keep the values of rank 0, which the caller has loaded.
+    Other state in this file (of optimizers, features and random generators) is not loaded here. Collective: every rank
+    must call it, because an OptimManager ends its previous training step here.
+
+    Extra state and buffer values are loaded only if `buffers` is set. In this case, the caller must already have given
+    every persistent buffer the value that it had on rank 0 when the checkpoint was saved. If a buffer had a different
+    value on this rank, `state.pt` contains this value too, and it is loaded here. But if the number of ranks has
+    changed since the checkpoint was saved, all buffers keep the values of rank 0.
 
     Args:
-        world: this rank's number, device and communicators.
+        world: the ranks that train together, with this process's rank, device and communicators.
         model: the model.
         optimizer: an OptimManager, whose loss scale and schedulers are loaded. Anything else is ignored.
-        schedulers: one or several schedulers; None to load only those of the OptimManager, if there is one.
+        schedulers: a sequence of the schedulers, except those of an OptimManager, which are always loaded.
         state: the contents of `state.pt`, as `read` returns them.
-        buffers: whether to load the state of the model itself. False leaves the model unchanged.
+        buffers: whether to load this rank's own buffer values, and the extra state of modules (`set_extra_state`).
+            False leaves the model unchanged.
 
     Returns:
         The `extra` that this rank passed to `save_state` or, if the number of ranks is not the same, that of rank 0.
     """
     if isinstance(optimizer, OptimManager):
         optimizer.load_own_state(state["manager"])
-    for scheduler, saved in zip(schedulers_of(schedulers), state["schedulers"]):
+    for scheduler, saved in zip(schedulers, state["schedulers"]):
         scheduler.load_state_dict(saved)
     for name, module in _with_extra_state(model) if buffers else ():
         module.set_extra_state(state["modules"][name])
-    for name, feature in world.saved_states.items():
-        feature.load(world, model, state.get(name) or {})
     ranks = state["ranks"]
     if len(ranks) != world.size:
         return ranks[0]["extra"]
     targets = dict(named_persistent_buffers(model)) if buffers else {}
     for name, values in ranks[world.rank]["buffers"].items() if buffers else ():
-        targets[name].copy_(values)
+        write_full(targets[name], values)
     return ranks[world.rank]["extra"]
+
+
+def restore_features(world: World, model: torch.nn.Module, state: dict[str, Any]) -> None:
+    """Load the state of features, such as which layers compute in float8. Collective: every rank must call it.
+
+    state: the contents of the checkpoint's file `state.pt`, as `read` returns them.
+    """
+    for name, feature in world.saved_states.items():
+        feature.load(world, model, state.get(name) or {})
 
 
 def restore_random(world: World, state: dict[str, Any], step: int) -> None:
     """Restore this rank's random generators of Python, NumPy, torch and the device from a checkpoint.
 
-    If another number of ranks saved the checkpoint, the generators are seeded instead, as by `seed_everything`: a GPU's
+    If a different number of ranks saved the checkpoint, the generators are seeded by `seed_everything` instead: a GPU's
     generator gets a different seed on each rank, and all other generators get the same seed on every rank. The seeds
-    are computed from rank 0's saved generator and `step`.
+    are computed from rank 0's saved generator of torch and `step`.
 
     Args:
-        world: this rank's number, device and communicators.
+        world: the ranks that train together, with this process's rank, device and communicators.
         state: the contents of the checkpoint's file `state.pt`, as `read` returns them.
         step: the training step of the checkpoint.
     """
@@ -182,13 +248,13 @@ def check_fit(optimizer: Any, schedulers: Any, model: torch.nn.Module, state: di
 
     Args:
         optimizer: an OptimManager, one or several optimizers, or None to load no optimizer state.
-        schedulers: one or several schedulers, or None to load no scheduler state.
+        schedulers: a sequence of the schedulers. Empty to load no scheduler state.
         model: the module that contains the optimizers' parameters.
         state: the contents of the checkpoint's file `state.pt`, as `read` returns them.
     """
     for what, saved, mine in (
         ("optimizers", len(state["optimizers"]), len(optimizers_of(optimizer))),
-        ("schedulers", len(state["schedulers"]), len(schedulers_of(schedulers))),
+        ("schedulers", len(state["schedulers"]), len(schedulers)),
     ):
         if mine and saved != mine:
             raise ValueError(
@@ -204,6 +270,7 @@ def check_fit(optimizer: Any, schedulers: Any, model: torch.nn.Module, state: di
         optimizer.check_own_state(state["manager"])
     for each, saved in zip(optimizers_of(optimizer), state["optimizers"]):
         check_groups(saved["kind"], saved["groups"], groups_of(each, model))
+        check_settings(saved["kind"], saved["groups"], each)
 
 
 # -- extra state of modules, buffers, random generators -------------------------------------------------------------
@@ -220,7 +287,7 @@ def _own_buffers(world: World, model: torch.nn.Module) -> dict[str, torch.Tensor
     Collective: every rank must call it. The result contains CPU tensors, by the names of the buffers.
     """
     buffers = {name: buffer.detach().cpu() for name, buffer in named_persistent_buffers(model)}
-    digests = {name: checksum(buffer) for name, buffer in buffers.items()}
+    digests = checksums(buffers)
     first = world.control.broadcast_object(digests)
     return {name: buffer.clone() for name, buffer in buffers.items() if digests[name] != first.get(name)}
 

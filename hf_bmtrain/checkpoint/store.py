@@ -1,4 +1,4 @@
-"""`save` and `load` write and read a model's full tensors in one file, which any number of ranks can load."""
+"""`save` writes a full model to one file. `load` reads such files, and Hugging Face's, on any number of ranks."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from ..engine.base.checksums import checksums, find_differences
 from ..engine.base.files import atomic_file
 from ..engine.runtime.world import current_world
 from ..engine.sharding.state_dict import gather_state_dict
-from .entries import tied_names
+from .entries import by_tensor, named_persistent_buffers
 from .header import read_indexed
 
 _SAFETENSORS = ".safetensors"
@@ -37,8 +37,8 @@ _IN_FOLDER = [base + ending for base in ("model.safetensors", "pytorch_model.bin
 class Saving:
     """The result of `save` with `non_blocking`: a file that a thread of rank 0 is writing.
 
-    Call `wait` to wait for the file, and to get an error of the thread. The interpreter does not exit before the thread
-    has ended.
+    Call `wait` to block until the file is written. On rank 0, it raises an error if the thread failed. The interpreter
+    does not exit before the thread has ended.
 
     Args:
         state: the state dict to write, on rank 0; None on the other ranks, which write nothing.
@@ -60,7 +60,7 @@ class Saving:
             raise  # threading.excepthook then logs it, even if nobody calls `wait`
 
     def wait(self) -> None:
-        """Block until the file is complete and renamed into place.
+        """Block until the file is complete and renamed into place. On ranks other than 0, return at once.
 
         Raises:
             RuntimeError: on rank 0, if the file could not be written. If the file existed before, it is not changed.
@@ -69,8 +69,8 @@ class Saving:
             self._thread.join()
         if self._error is not None:
             raise RuntimeError(
-                f"{self._thread.name}: the file could not be written, and an earlier file with this name was not "
-                f"changed. {type(self._error).__name__}: {self._error}. Save again when the cause is removed."
+                f"{self._thread.name}: the file could not be written, and any earlier file with this name was not "
+                f"changed. {type(self._error).__name__}: {self._error}. Fix the cause, then save again."
             ) from self._error
 
 
@@ -78,20 +78,20 @@ def save(model: torch.nn.Module, file_name: str | os.PathLike, non_blocking: boo
     """Save the full tensors of a model, including persistent buffers, to one file. Collective: every rank must call it.
 
     Rank 0 writes the file in a temporary folder `file_name`.*.tmp, flushes it to disk, and renames the file into place.
-    If the job is killed, `file_name` is the previous or the new file, never a part of one, and the next save deletes
-    the temporary folder. The file contains a checksum of each tensor, which `load` verifies and other readers ignore.
+    If the job is killed, `file_name` is either the previous or the complete new file, and the next save deletes the
+    temporary folder. The file contains a checksum of each tensor, which `load` verifies and other readers ignore.
 
     Args:
         model: a model with or without sharded parameters.
         file_name: the file to write. If the name ends in `.safetensors`, the file has that format, and contains tied
-            weights once. With any other name, it is a state dict that `torch.load(weights_only=True)` can read. If it
-            is a symbolic link, the file to which the link points is written, and the link remains.
-        non_blocking: whether to return as soon as the values are in host memory on rank 0, and to let a thread of rank
-            0 write the file.
+            weights once. With any other name, the file is a state dict that `torch.load(weights_only=True)` can read.
+            If `file_name` is a symbolic link, the file to which the link points is written, and the link remains.
+        non_blocking: whether to return as soon as the values are in host memory on rank 0, and let a thread of rank 0
+            write the file.
 
     Returns:
-        A `Saving` if `non_blocking`, otherwise None. Its `wait()` waits for the file. Call it before saving to the same
-        file again.
+        A `Saving` if `non_blocking`, otherwise None. `Saving.wait` waits for the file. Call it before saving to the
+        same file again.
 
     Raises:
         RuntimeError: on every rank, if `non_blocking` differs between ranks, or if the file cannot be written. If
@@ -109,29 +109,25 @@ def save(model: torch.nn.Module, file_name: str | os.PathLike, non_blocking: boo
     expect_flag("non_blocking", non_blocking)
     world.barrier("save")
     world.check_same_on_all_ranks("save", {"non_blocking": bool(non_blocking)}, {"file_name": os.fspath(file_name)})
-    # Follow links, because renaming the new file to the name of a link would replace the link. And do so here, because
-    # the background thread must follow neither a later change of a link nor one of the working directory.
+    # Follow links, because renaming the new file to the name of a link would replace the link. Follow them before the
+    # background thread starts, because later changes of a link or of the working directory must not affect it.
     path, suffix = Path(os.path.realpath(file_name)), Path(file_name).suffix
     state = gather_state_dict(model, keep=world.rank == 0)
     if non_blocking:
         return Saving(state if world.rank == 0 else None, path, suffix)
-    problem = None
-    if world.rank == 0:
-        try:
+    with world.raising_everywhere(f"save: {path} could not be written, and an earlier file was not changed"):
+        if world.rank == 0:
             write_atomically(state, path, suffix)
-        except Exception as error:
-            problem = f"{type(error).__name__}: {error}"
-    world.raise_everywhere(f"save: {path} could not be written, and an earlier file was not changed", problem)
     return None
 
 
 def load(model: torch.nn.Module, file_name: str | os.PathLike, strict: bool = True) -> Any:
     """Load a file of full tensors into a model, in place. Collective: every rank must call it.
 
-    Each rank reads only its own elements of each tensor, so every host must be able to read the file. The file may be
-    written by `bmt.save`, `torch.save(model.state_dict())`, Hugging Face's `save_pretrained` or BMTrain. Files of
-    torch.save are read with `weights_only=True`. The checksums in files of `bmt.save` are verified; the ranks share
-    this work.
+    Every rank reads the file itself, so every host must be able to read it. If the format can be mapped into memory, a
+    rank reads only its own elements of sharded tensors. The file may be written by `bmt.save`,
+    `torch.save(model.state_dict())`, Hugging Face's `save_pretrained` or BMTrain. Files of torch.save are read with
+    `weights_only=True`. The checksums in files of `bmt.save` are verified; the ranks share this work.
 
     Args:
         model: the model whose parameters and buffers are overwritten.
@@ -146,8 +142,8 @@ def load(model: torch.nn.Module, file_name: str | os.PathLike, strict: bool = Tr
 
     Raises:
         RuntimeError: on every rank, if `strict` differs between ranks, if the file cannot be read or is damaged, or if
-            its shapes (or, with `strict`, its names) do not match the model. The error lists what does not match.
-            Matching tensors may have been loaded before the error. From a damaged file, nothing is loaded.
+            its shapes (or, with `strict`, its names) do not match the model. In the last case, the error lists what
+            does not match, and matching tensors may have been loaded before it. From a damaged file, nothing is loaded.
         TypeError, ValueError: an argument has the wrong type, or the file name is empty.
     """
     world = current_world()
@@ -156,12 +152,9 @@ def load(model: torch.nn.Module, file_name: str | os.PathLike, strict: bool = Tr
     expect_flag("strict", strict)
     world.barrier("load")
     world.check_same_on_all_ranks("load", {"strict": bool(strict)}, {"file_name": os.fspath(file_name)})
-    path, state, problem = Path(file_name), OrderedDict(), None
-    try:
+    path = Path(file_name)
+    with world.raising_everywhere(f"load: {path} could not be read"):
         state = read_state(path, (world.rank, world.size))
-    except Exception as error:
-        problem = f"{type(error).__name__}: {error}"
-    world.raise_everywhere(f"load: {path} could not be read", problem)
     _fill_ties(model, state)
     try:
         return model.load_state_dict(state, strict=strict)
@@ -180,7 +173,7 @@ def write_atomically(state: dict, path: Path, suffix: str) -> None:
         state: the state dict.
         path: the final path. An existing file is replaced.
         suffix: ".safetensors" writes a safetensors file, and anything else a file of torch.save. `path` may have
-            another ending, if it is the target of a link.
+            a different ending, if it is the target of a link.
 
     Raises:
         ValueError: a value is not a tensor, and the file is a safetensors file.
@@ -240,14 +233,15 @@ def read_state(path: Path, part: tuple[int, int] = (0, 1)) -> OrderedDict:
 
     Args:
         path: the file, folder or index.
-        part: (number, count): only every `count`-th tensor is compared with its checksum, beginning with tensor
-            `number`, so that `count` ranks can share this work. By default, all tensors are.
+        part: (index, count): in each file, only every `count`-th tensor is compared with its checksum, beginning with
+            tensor `index`, so that `count` ranks can share this work. By default, all tensors are compared.
 
     Returns:
         The tensors by name.
 
     Raises:
-        ValueError: a file has another format, or a tensor does not match its saved checksum.
+        ValueError: a file is in no supported format, or a tensor does not match its saved checksum.
+        OSError: a file cannot be read.
     """
     if path.is_dir():
         found = [path / name for name in _IN_FOLDER if (path / name).exists()]
@@ -276,8 +270,8 @@ def _read_file(path: Path, part: tuple[int, int]) -> OrderedDict:
 def _read_safetensors(path: Path) -> tuple[OrderedDict, Any]:
     """Return the tensors in a safetensors file, and the checksums in its metadata, as {tensor name: CRC-32}.
 
-    The checksums are None if the file has none. If their JSON is invalid, their text (a str) is returned instead, which
-    `_verify` reports as damage. Raises ValueError if the file is not a safetensors file.
+    The checksums are None if the file has none. If their JSON is invalid, it is returned as a string, which `_verify`
+    reports as damage. Raises ValueError if the file is not a safetensors file.
     """
     try:
         with safetensors.safe_open(path, "pt") as file:
@@ -316,7 +310,7 @@ def _verify(path: Path, sums: Any, state: dict[str, Any], part: tuple[int, int])
     """Raise ValueError unless the values in `state`, which was read from `path`, match their saved checksums.
 
     sums: {name: CRC-32} as saved in the file. Anything else counts as damage.
-    part: (number, count). Only every `count`-th value is verified, beginning with value `number`, so that `count` ranks
+    part: (index, count). Only every `count`-th value is verified, beginning with value `index`, so that `count` ranks
         can share this work.
     """
     number, count = part
@@ -337,12 +331,9 @@ def _fill_ties(model: torch.nn.Module, state: OrderedDict) -> None:
     model: the model, in which a tied weight has several names.
     state: a state dict. If it contains a tied weight under any name, the same tensor is added under the other names.
     """
-    buffers: dict[int, list[str]] = {}
-    for prefix, module in model.named_modules(remove_duplicate=False):
-        for name, buffer in module._buffers.items():
-            if buffer is not None and name not in module._non_persistent_buffers_set:
-                buffers.setdefault(id(buffer), []).append(f"{prefix}.{name}" if prefix else name)
-    for tied in [*([first, *others] for first, others in tied_names(model).items()), *buffers.values()]:
+    parameters = by_tensor(model.named_parameters(remove_duplicate=False))
+    buffers = by_tensor(named_persistent_buffers(model, remove_duplicate=False))
+    for _, tied in (*parameters.values(), *buffers.values()):
         present = next((name for name in tied if name in state), None)
         if present is not None:
             for name in tied:

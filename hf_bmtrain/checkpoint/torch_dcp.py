@@ -22,22 +22,22 @@ _ADAMW = {
 _SETTINGS = ("lr", "betas", "eps", "weight_decay")
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]
-"""A rectangular region of a tensor: (offsets, sizes), each with one number for every dimension of the tensor."""
+"""A rectangular region of a tensor: (offsets, sizes), each with one integer for every dimension of the tensor."""
 
 
 class DCPState:
     """Lets `torch.distributed.checkpoint.save` and `load` save and load a model and its optimizer. Needs torch 2.15.
 
     Pass it to `dcp.save` and `dcp.load` as in the example, on every rank. They call `state_dict` and `load_state_dict`,
-    so after `dcp.load` the model and the optimizer have the loaded values. Each rank saves and loads its own elements,
-    through a copy in host memory; nothing is gathered. Names and shapes are those of
+    so after `dcp.load` the model and the optimizer have the loaded values. Each rank saves and loads its own elements
+    of sharded tensors, through a copy in host memory; the tensors are not gathered. Names and shapes are those of
     `torch.distributed.checkpoint.state_dict.get_state_dict`, under the keys "model" and "optim". So checkpoints can be
     exchanged with FSDP2 and with plain models, in both directions.
 
     The state of an AdamOptimizer is saved in the format of torch.optim.AdamW. Of the parameter groups' settings in a
-    checkpoint, only lr, betas, eps and weight_decay are loaded into an AdamOptimizer. Its state for half-precision
-    weights includes float32 master weights. A checkpoint without master weights, such as one of torch.optim.AdamW with
-    half-precision weights, cannot be loaded into it.
+    checkpoint, only lr, betas, eps and weight_decay are loaded into an AdamOptimizer. The state of an AdamOptimizer for
+    half-precision weights includes float32 master weights. A checkpoint without master weights, such as one of
+    torch.optim.AdamW with half-precision weights, cannot be loaded into an AdamOptimizer.
 
     Args:
         model: the model; its complete state dict is saved.
@@ -58,7 +58,7 @@ class DCPState:
     """
 
     def __init__(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer | None = None) -> None:
-        from torch.distributed import checkpoint  # imported only if needed, because this takes a second
+        from torch.distributed import checkpoint  # imported only if needed, because the import takes a second
 
         expect_module("model", model)
         refuse_parts(model)
@@ -85,8 +85,8 @@ class DCPState:
 
         Returns:
             {"model": {name: tensor}} and, with an optimizer, "optim": {"state": {parameter name: {state name: value}},
-            "param_groups": [...]}. A sharded tensor is a CPU tensor of the rows in which this rank has elements, with
-            attributes that tell DCP which elements these are. A tensor that is not sharded is a full copy.
+            "param_groups": [...]}. For a sharded tensor, the value is a CPU tensor of the rows in which this rank has
+            elements, with attributes that tell DCP which elements these are. For any other tensor, it is a full copy.
 
         Raises:
             ValueError: the model has quantized weights.
@@ -118,7 +118,7 @@ class DCPState:
             part = target.part if isinstance(target, DistributedParameter) else target
             part.copy_(_unpack(target, state_dict["model"][name]).view(part.shape))
         # Mark the flat buffers (which contain the sharded parameters) as changed, so that they are all-gathered again.
-        # Do so even if this rank has no elements of them, because all ranks must take part.
+        # Do so even if this rank has no elements of them, because all ranks must join the all-gather.
         torch.autograd.graph.increment_version([buffer.shard for buffer in buffers])
         if self._optimizer is not None:
             self._load_optimizer(self._optimizer, state_dict["optim"])
@@ -139,7 +139,7 @@ class DCPState:
         held = {names[number]: values for number, values in own["state"].items()}
         if isinstance(optimizer, AdamOptimizer):
             for name, parameter in parameters.items():
-                if parameter.requires_grad and name not in held:  # DCP needs tensors into which it can load
+                if parameter.requires_grad and name not in held:  # create tensors into which DCP can load
                     held[name] = _before_first_step(parameter)
         elif not held:
             raise RuntimeError(
@@ -182,7 +182,7 @@ def _before_first_step(parameter: torch.Tensor) -> dict[str, torch.Tensor]:
     own = parameter.part if isinstance(parameter, DistributedParameter) else parameter
     values = own.detach().to("cpu", torch.float32, copy=True)
     state = {
-        "step": torch.tensor(0.0, device="cpu"),
+        "step": torch.tensor(0.0, dtype=torch.float32, device="cpu"),
         "exp_avg": torch.zeros_like(values),
         "exp_avg_sq": torch.zeros_like(values),
     }
@@ -247,19 +247,16 @@ def _pack(like: Any, values: Any) -> Any:
     like: the parameter. The tensor is sharded if the parameter is.
     values: the parameter itself, or a tensor of its optimizer state.
     """
-    if not isinstance(like, DistributedParameter) or not like.full_shape.numel():
-        full = (
-            torch.empty(like.full_shape, dtype=like.dtype, device="cpu")
-            if isinstance(like, DistributedParameter)
-            else values
-        )
-        return full.detach().to("cpu", copy=True)
+    if not isinstance(like, DistributedParameter):
+        return values.detach().to("cpu", copy=True)
+    if not like.full_shape.numel():
+        return torch.empty(like.full_shape, dtype=like.dtype, device="cpu")
     shape, local_range = tuple(like.full_shape), like.placement.range
     row = math.prod(shape[1:])
     first = local_range.tensor_start // row
     rows = -(-local_range.tensor_stop // row) - first if local_range.length else 0
     own = values.part if hasattr(values, "part") else values
-    # The rows may be much larger than this rank's elements. But torch.empty writes nothing, and only this rank's
+    # The rows may have far more elements than this rank stores. But torch.empty writes nothing, and only this rank's
     # elements are ever written or read, so the operating system never allocates the other memory pages.
     packed: Any = torch.empty((rows, *shape[1:]) if shape else (), dtype=own.dtype, device="cpu")
     packed.view(-1)[local_range.tensor_start - first * row :][: local_range.length] = own.detach().cpu()

@@ -31,15 +31,17 @@ the gradient are finite)."""
 
 
 class OwnGradients(Observer):
-    """Checks this rank's gradients for inf and nan before they are averaged, in the next 16 steps.
+    """Checks this rank's gradients for inf and nan before they are averaged over the ranks, in the next 16 steps.
 
-    `GradientWatcher.watch` creates it after a skipped step or, for Hugging Face's Trainer, after a bad gradient norm or
-    loss scale. It serves to name the rank that computed an inf or nan, which the averaged gradient does not show.
+    `GradientWatcher.watch` creates this object after a skipped step or, for Hugging Face's Trainer, after a bad
+    gradient norm or loss scale. The results show which rank computed an inf or nan. The averaged gradient does not show
+    this.
 
     Args:
         owner: the object whose steps are counted: an OptimManager or, for Hugging Face's Trainer, a `BadNumbers` (which
             checks the gradient norm and loss scale that Trainer logs).
-        parameters: the parameters whose gradients are checked.
+        parameters: the parameters whose gradients are checked, if they are sharded. Gradients of other parameters in
+            the same flat buffers are checked too.
 
     Attributes:
         steps: the number of steps that are still to be checked; -1 after the checks have ended.
@@ -83,8 +85,9 @@ class OwnGradients(Observer):
 
         Returns:
             {(number of the flat buffer, index of the parameter in this buffer): position of the gradient among those
-            that this rank computed in backward, beginning with 0}. A flat buffer is a 1-D tensor that contains
-            parameters, such as those of a layer, one after another.
+            that this rank computed in backward, from 0}. If the parameter had several gradients, such as those of
+            several backwards, the position is that of the first gradient with inf or nan. A flat buffer is a 1-D tensor
+            that contains parameters, such as those of a layer, one after another.
         """
         if not self._last:
             return {}
@@ -99,8 +102,9 @@ class OwnGradients(Observer):
     def has_seen(self) -> bool:
         """Whether this rank checked any of its gradients in the last step.
 
-        False before the first step has ended, and after the checks have ended. `found` then returns {}, which does not
-        mean that the gradients were finite.
+        If False, `found` returns {}, which then does not mean that the gradients were finite. It is False until the
+        first step after the creation of this object has ended. It becomes False again with the 17th call of `end`,
+        which ends the checks because none of the 16 steps was skipped.
         """
         return bool(self._last)
 
@@ -121,16 +125,17 @@ class GradientWatcher(Observer):
         """In the next 16 steps of `owner`, check this rank's gradients of `parameters` for inf and nan.
 
         Called after `owner` has skipped a step or, for Hugging Face's Trainer, has found a bad gradient norm or loss
-        scale in Trainer's log. The checks serve to name the rank and the parameter if an inf or nan occurs again.
+        scale in Trainer's log. If an inf or nan occurs again, the results of the checks name the rank and the
+        parameter.
 
         Each gradient is checked when this rank has computed it, before it is averaged over the ranks. The results of
         the checks stay on the device, and only those of the last step are kept. An OptimManager reads them only if that
-        step was skipped (`explain_skip`), a `BadNumbers` after each step (`BadNumbers.end_step`).
+        step was skipped (`explain_skip`). A `BadNumbers` reads them after each step (`BadNumbers.end_step`).
 
         Args:
             owner: the object whose steps are counted: an OptimManager or, for Hugging Face's Trainer, a `BadNumbers`.
                 Only a weak reference to this object is kept. An earlier check for the same owner is ended.
-            parameters: the parameters of the owner's optimizers.
+            parameters: the parameters of the owner's optimizers. Only gradients of sharded parameters are checked.
         """
         self.stop(owner)
         own = self._watches[owner] = OwnGradients(owner, parameters)
@@ -139,9 +144,9 @@ class GradientWatcher(Observer):
     def watch_of(self, owner: Any) -> OwnGradients | None:
         """Return the `OwnGradients` that checks this rank's gradients for `owner`, or None if there is none.
 
-        From this object, the caller reads the results of the owner's last step. There is none before `watch` is called
-        for `owner`, and after `stop`. If the checks have ended by themselves, after 16 steps without a skip, the object
-        is still returned, but has no results.
+        From this object, the caller reads the results of the owner's last step. There is no such object before `watch`
+        is called for `owner`, nor after `stop`. If the checks have ended by themselves, after 16 steps without a skip,
+        the object is still returned, but has no results.
 
         owner: the object that was passed to `watch`: an OptimManager or, for Hugging Face's Trainer, a `BadNumbers`.
         """
@@ -171,7 +176,8 @@ class _Bad:
 
     Attributes:
         place: (number of the model, position of the parameter in the model, position of the parameter among those of
-            all optimizers). Backward reaches parameters with a higher place earlier.
+            all optimizers). If the parameter's place in a model is unknown, the first two are the number of its flat
+            buffer (0 if it is not sharded) and 0. Backward reaches parameters with a higher place earlier.
         block: the name of the parameter's block (transformer layer), or "" for a parameter outside the blocks.
         name: the parameter's name.
         numel: the number of elements of the full parameter or, if `tp_size` splits it over ranks, of the whole tensor.
@@ -204,14 +210,15 @@ def explain(
     """Explain which gradients of a skipped step were inf or nan, and which ranks computed them.
 
     Collective: every rank must call it. The message names only the gradients of the block (transformer layer) that
-    backward reached first, because inf and nan spread from there to the blocks that backward reaches later.
+    backward reached first, because inf and nan spread from there to the blocks that backward reaches later. If backward
+    first reached a parameter outside the blocks, the message names only that parameter's gradient.
 
     Args:
         parameters: the parameters of all optimizers.
         counts: (len(parameters), 2) int64, the numbers of nan and of inf in this rank's elements of each averaged
             gradient; -1 if there is no gradient, or if it was already freed.
         own: the results of the checks of this rank's own gradients before averaging, or None if there were no checks.
-        world: this rank's number, device and communicators.
+        world: the ranks that train together, with this process's rank, device and communicators.
 
     Returns:
         The message, which is the same on every rank. None if no inf or nan was found, neither in the averaged gradients
@@ -242,10 +249,10 @@ def _by_shard(counts: torch.Tensor, numbers: Sequence[int]) -> torch.Tensor:
     """Combine the ranks' counts, for example of nan elements, into one row for each shard.
 
     A shard is the part of the parameters that one rank stores. Ranks of different hosts may store the same shard, so
-    their counts must not be added. Returns the counts, of shape (shards, ...); -1 where the count of no rank is known.
+    their counts must not be added. Returns the counts, of shape (shards, ...); -1 where no rank knows the count.
 
     counts: the counts from each rank, (ranks, ...); -1 where unknown.
-    numbers: for each rank, the number of the shard that it stores.
+    numbers: for each rank, the index of the shard that it stores.
     """
     ranks: dict[int, list[int]] = {}
     for rank, number in enumerate(numbers):
@@ -257,7 +264,8 @@ def _judge(parameter: torch.nn.Parameter, counts: torch.Tensor, places: torch.Te
     """Combine the results of all ranks for the gradient of `parameter`. Return None if no rank found an inf or nan.
 
     counts: (shards, 2) int64. Row i contains the number of nan and the number of inf among the elements of the averaged
-        gradient in shard i (the elements that one rank stores), or -1 if they were already freed.
+        gradient in shard i (the elements that one rank stores), or -1 if they were already freed. If `parameter` is not
+        sharded, each row counts all elements.
     places: (ranks,) int64. For each rank whose gradient had inf or nan before averaging, the position of this gradient
         in the rank's backward; -1 for the other ranks.
     number: the parameter's position among the parameters of all optimizers. The message contains this number if the
@@ -284,9 +292,10 @@ def _describe(bad: Sequence[_Bad], present: int, watched: bool, size: int) -> st
     """Return a message about the gradients `bad`. It names only the gradients of the block that backward reached first.
 
     Backward goes from the last block (transformer layer) to the first, and inf and nan spread in this direction, so
-    the block that was reached first is the likely origin.
+    the block that was reached first is the likely origin. At most 4 gradients are named. If the first is outside the
+    blocks, it alone is named.
 
-    bad: the gradients that had inf or nan elements.
+    bad: the gradients that had inf or nan elements; at least one.
     present: the number of gradients whose elements could be counted.
     watched: whether any rank checked its own gradients.
     size: the number of ranks.
@@ -302,7 +311,7 @@ def _describe(bad: Sequence[_Bad], present: int, watched: bool, size: int) -> st
     if others:
         text += f"; so were {others} more gradients, nearer to the model's inputs"
     if len(bad) == present > 1:
-        text += "; these are all gradients, so look at the loss and the forward pass"
+        text += "; no gradient is finite, so look at the loss and the forward pass"
     if size == 1:
         return text
     if not watched:

@@ -1,9 +1,9 @@
 """Wait for all ranks in `init_distributed`, and name the ranks that do not arrive.
 
-The ranks communicate through keys of torch's TCPStore. Each rank that arrives sets a key that ends in its
-number, and increments "count". The key "all" is set only once. The last rank that arrives sets it to "met", unless the
-timeout of a rank has expired before: that rank sets it to the list of missing ranks. "told" counts the ranks that have
-read this list.
+The ranks communicate through keys of torch's TCPStore. Each rank that arrives sets a key that ends in its rank, and
+increments the key "count". The key "all" is set only once. If all ranks arrive in time, the last of them sets it to
+"met". If the timeout of a waiting rank expires first, that rank sets it to the list of missing ranks. The key "told"
+counts the ranks that have read this list.
 """
 
 from __future__ import annotations
@@ -12,14 +12,13 @@ import contextlib
 import logging
 import os
 import socket
-import threading
 import time
 from datetime import timedelta
 from urllib.parse import urlparse
 
 from torch.distributed import TCPStore
 
-from .status import Status
+from .status import line_now
 
 _log = logging.getLogger("hf_bmtrain")
 _PAUSE = 0.02
@@ -29,14 +28,16 @@ torch's TCPStore, whose server may run in the process of rank 0, which is about 
 REPEAT_SECONDS = 30.0
 """Seconds of waiting for a rank before the second warning about it."""
 _MET = "met"
-_CAUSES = "raised or exited earlier (its own log says why), hangs, was not started, or was given another address"
+_CAUSES = (
+    "raised an exception or exited earlier (its own log says why), hangs, was not started, or was given another address"
+)
 
 
 def hang_seconds() -> float:
     """Return how many seconds ranks wait for another rank before a warning names that rank.
 
-    This is the environment variable HF_BMTRAIN_HANG_SECONDS, or 8 s. The waiting ranks check once a second, so by
-    default a rank is named within 10 s after it has stopped.
+    This is the value of the environment variable HF_BMTRAIN_HANG_SECONDS, or 8 if it is not set. The waiting ranks
+    check once a second, so by default a rank is named within 10 s after it has stopped.
     """
     return float(os.environ.get("HF_BMTRAIN_HANG_SECONDS", "8"))
 
@@ -45,8 +46,8 @@ def meet(rank: int, size: int, timeout: timedelta, init_method: str) -> TCPStore
     """Wait until every rank has called this function, and return the TCPStore that the ranks used for this.
 
     Collective: every rank must call it. `init_distributed` calls it before it creates torch's process group. If ranks
-    are missing, the lowest of the waiting ranks logs up to two warnings that name them: after it has waited for
-    HF_BMTRAIN_HANG_SECONDS (8 by default), and after it has waited for 30 s.
+    are missing, the lowest of the waiting ranks logs up to two warnings that name the missing ranks: when it has waited
+    for HF_BMTRAIN_HANG_SECONDS (8 by default), and when it has waited for 30 s.
 
     Args:
         rank: this rank.
@@ -55,9 +56,10 @@ def meet(rank: int, size: int, timeout: timedelta, init_method: str) -> TCPStore
         init_method: the URL with the address of the store, as for `torch.distributed.init_process_group`.
 
     Returns:
-        The store. Keep a reference to it until torch's process group has been created. The process group uses the
-        server of this store, which usually runs in rank 0 and ends when the store is deleted there. If `init_method`
-        does not give a host and port, as with "file://", this function returns None at once.
+        The store. Keep a reference to it until torch's process group has been created, which uses the same server. With
+        torchrun, the server usually runs in the launcher. Otherwise, it runs in rank 0, and ends when the store is
+        deleted there. If `init_method` does not give a host and port, as with "file://", this function does not wait,
+        and returns None.
 
     Raises:
         RuntimeError: a rank did not arrive within `timeout`, or rank 0 cannot open the store. The error names the
@@ -86,24 +88,22 @@ def meet(rank: int, size: int, timeout: timedelta, init_method: str) -> TCPStore
         if store is None and rank == 0:
             raise RuntimeError(
                 f"rank 0 cannot open the store for init_distributed at {place[0]}:{place[1]}. The port may be in use: "
-                f"choose another one. ({reason})"
+                f"choose a different port. ({reason})"
             )
         absent = [0] if store is None else _absent(store, size)
         # Only the lowest waiting rank logs the warning. `absent` is empty if the last missing rank has just arrived.
         if seconds < limit and absent and rank == next(other for other in range(size) if other not in absent):
-            status = Status()
-            status.look(threading.get_ident())
             arrived = [other for other in warned if other not in absent]
             _log.warning(
                 "rank %d has been waiting for %.0f s in init_distributed, at %s. Missing: %s. A missing rank is slow, "
                 "or it %s.%s",
-                rank, time.monotonic() - begun, status.place, _names(absent), _CAUSES,
+                rank, time.monotonic() - begun, line_now(), _names(absent), _CAUSES,
                 f" Arrived since the last warning: {_names(arrived) if arrived else 'none'}." if warned else "",
             )  # fmt: skip
         warned = absent
     raise RuntimeError(
-        f"rank {rank}: not all of the {size} ranks reached init_distributed. Missing: {_names(absent)}, after waiting "
-        f"for {time.monotonic() - begun:.0f} s. A missing rank {_CAUSES}. ({reason})"
+        f"rank {rank} waited for {time.monotonic() - begun:.0f} s, but not all of the {size} ranks reached "
+        f"init_distributed. Missing: {_names(absent)}. A missing rank {_CAUSES}. ({reason})"
     )
 
 
@@ -158,9 +158,9 @@ def _wait_for_server(place: tuple[str, int], end: float) -> None:
 
 
 def _wait_for_all(store: TCPStore, end: float) -> list[int] | None:
-    """Wait until every rank has arrived in `init_distributed`, or a rank has given up, or the time is `end`.
+    """Wait until every rank has arrived in `init_distributed`, a rank has given up, or the time `end` is reached.
 
-    Returns [] if all ranks have arrived, the list of missing ranks if a rank has given up, and None at the time `end`.
+    Returns [] if all ranks have arrived, the list of missing ranks if a rank has given up, and otherwise None.
     This function polls, because `TCPStore.wait` logs a warning at the end of its timeout.
 
     store: the store in which each rank records that it has arrived.
@@ -197,8 +197,8 @@ def _ranks_of(shown: bytes) -> list[int]:
 def _say_farewell(store: TCPStore, rank: int) -> None:
     """Record in the store that this rank has read the list of missing ranks.
 
-    Rank 0 then waits at most 5 s until the others have read the list too, because the store may end with the process of
-    rank 0.
+    Rank 0 then waits at most 5 s until the other ranks have read the list too, because the store may end with the
+    process of rank 0.
 
     store: the TCPStore with the list.
     rank: this rank.
@@ -237,5 +237,5 @@ def _key(name: str) -> str:
 
 
 def _names(ranks: list[int]) -> str:
-    """Return a text such as "rank 3" or "ranks 1, 3"."""
+    """Return a string such as "rank 3" or "ranks 1, 3"."""
     return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"

@@ -2,31 +2,37 @@
 
 `install` makes these changes:
 
-* `sys.excepthook` is replaced. The rank that raises first prints its full traceback. Every other rank prints one line:
-  its own place in the program, and the rank whose output to read. If KeyboardInterrupt ends several ranks, the first of
-  them prints one line, and the others nothing.
+* `sys.excepthook` is replaced. The rank that raises an exception first prints its full traceback. Every other rank
+  prints one line: its own line in the program, and the rank whose output to read. If the ranks issued different
+  operations, or a timeout has expired, the error message already names ranks and lines. It is then printed in place of
+  the traceback. If KeyboardInterrupt ends several ranks, the first of them prints one line, and the others nothing.
 * `sys.exit`, `exit` and `quit` record the calling line and the exit code, because an exit handler cannot find them out.
 * An exit handler waits for the other ranks, and closes the communicators.
 
+If `init_distributed` fails, `destroy_at_exit` registers an exit handler that destroys torch's process group.
+
 Three other files also affect processes. When every rank must stop, for example after the timeout of `init_distributed`,
-`watch.py` kills suspended and blocked processes of this host (`os.kill`), and ends this process if its program cannot
-raise the error (`os._exit`). `bmtrain/init.py` adds a hook to torch's optimizers, which checks before every step that
-they can update sharded parameters. If several ranks share rows, `engine/wrap/accelerator.py` replaces a method of
-Accelerate's class Accelerator, which does the same as before for other models.
+`watch.py` kills suspended and blocked processes of this host (`os.kill`), and ends this process (`os._exit`) if its
+program cannot raise the error. `bmtrain/init.py` adds a hook to torch's optimizers, which checks that they can update
+sharded parameters, and replaces `orthogonal_` and `sparse_` of torch.nn.init, so that all ranks draw the same matrix.
+For plain tensors, the new functions do the same as the originals. If several ranks share the rows of a batch,
+`engine/wrap/accelerator.py` replaces a method of Accelerate's class Accelerator. For other models, the new method does
+the same as the original.
 """
 
 from __future__ import annotations
 
 import atexit
 import builtins
+import contextlib
 import functools
 import logging
 import os
 import sys
 import threading
 import traceback
+import weakref
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from types import TracebackType
 from typing import Any
 
@@ -37,21 +43,22 @@ from ..engine.comm.communicator import Communicator
 from ..engine.comm.nccl import abort_all
 from ..engine.runtime.monitor import EXIT
 from ..engine.runtime.world import World, wait_loader
-from .status import INTERRUPTED, line_now, line_of
+from .status import INTERRUPTED, OWN_COLLECTIVES, TORCH_DISTRIBUTED, line_now, line_of
 from .watch import Watch
 
 _log = logging.getLogger("hf_bmtrain")
 _CAUSE_SECONDS = 5.0
 """Maximum time in seconds that a rank waits to learn why its collective has failed. Usually, another rank has ended."""
 _TORCH_COLLECTIVES = tuple(
-    os.path.join("torch", "distributed", file) for file in ("distributed_c10d.py", "_functional_collectives.py")
+    f"{TORCH_DISTRIBUTED}{file}" for file in ("distributed_c10d.py", "_functional_collectives.py")
 )
-_OWN_COLLECTIVES = (str(Path(__file__).parents[1] / "engine" / "comm"),)
+_OWN_COLLECTIVES = (OWN_COLLECTIVES,)
 _FIRST_SECONDS = 5.0
-"""Seconds that a failing rank waits until the rank that failed first has ended. The launcher reports the rank whose
-process ends first as the one that failed."""
+"""Maximum time in seconds that a failing rank waits until the rank that failed first has ended. The launcher reports
+the rank whose process ends first as the one that failed."""
 _INTERRUPTED_SECONDS = 3.0
-"""Seconds that an interrupted rank waits until all others have ended, to know which of them were interrupted too."""
+"""Maximum time in seconds that an interrupted rank waits until the programs of all others have ended, to know which of
+them were interrupted too."""
 
 
 def install(world: World, watch: Watch, opened: Sequence[Communicator], joined: bool) -> Callable[[], None]:
@@ -61,7 +68,7 @@ def install(world: World, watch: Watch, opened: Sequence[Communicator], joined: 
     exit handler.
 
     Args:
-        world: this rank's number, device and communicators.
+        world: the ranks that train together, with this process's rank, device and communicators.
         watch: the monitor that tells the other ranks how this rank ended.
         opened: the communicators that the exit handler closes.
         joined: whether torch's process group existed before `init_distributed`. If so, the exit handler does not
@@ -81,11 +88,29 @@ def install(world: World, watch: Watch, opened: Sequence[Communicator], joined: 
 
     def leave() -> None:
         restore()
-        if os.getpid() == pid:  # a forked child inherits this exit handler, but its end is not the end of this rank
+        if os.getpid() == pid:  # not in a forked child, which inherits this exit handler, but is not this rank
             _leave(world, watch, opened, joined, exits)
 
     atexit.register(leave)
     return restore
+
+
+def destroy_at_exit() -> None:
+    """Destroy torch's default process group when the program ends without an exception.
+
+    Called if `init_distributed` has created the group and then failed. The group is not destroyed at once, because the
+    program may call `init_distributed` again, and the ranks could then not connect anew: torchrun's key-value store
+    still contains the addresses of the first connection. So the second call uses the same group.
+    """
+    # A weak reference, because threads of the group run as long as anything refers to it.
+    group, pid = weakref.ref(dist.group.WORLD), os.getpid()
+
+    def destroy() -> None:
+        failed = getattr(sys, "last_value", None) is not None
+        if os.getpid() == pid and not failed and dist.is_initialized() and dist.group.WORLD is group():
+            dist.destroy_process_group()
+
+    atexit.register(destroy)
 
 
 def _report_exceptions(watch: Watch, rank: int) -> Callable[[], None]:
@@ -103,8 +128,8 @@ def _report_exceptions(watch: Watch, rank: int) -> Callable[[], None]:
         line, interrupted = line_of(trace), isinstance(error, KeyboardInterrupt)
         at = f" at {line}" if line else ""
         if interrupted and not watch.has_failed:
-            # Ctrl-C interrupts every rank at any line. This is no failure, so print one text with the line instead of a
-            # traceback from every rank.
+            # Ctrl-C interrupts every rank at any line. This is no failure, so print one message with the line instead
+            # of a traceback from every rank.
             _log.debug("rank %d: %s", rank, "".join(traceback.format_exception(kind, error, trace)))
             watch.end(f"{INTERRUPTED}{at}")
             if _hides_error(error):
@@ -114,9 +139,9 @@ def _report_exceptions(watch: Watch, rank: int) -> Callable[[], None]:
                 sys.stderr.flush()
             return
         problem = watch.problem
-        # `problem` is the reason why every rank must stop, if there is one. An error that was raised for this reason
-        # quotes it. Any other error is a failure of its own, and is reported instead of `problem`, except
-        # KeyboardInterrupt: the user presses Ctrl-C to end a wait that `problem` has caused.
+        # If every rank must stop, `problem` is the reason. An error that was raised for this reason quotes `problem`.
+        # Any other error is a separate failure, and is reported instead of `problem`. KeyboardInterrupt is an
+        # exception: the user presses Ctrl-C to end a wait that `problem` has caused, so `problem` is reported.
         if problem is not None and not interrupted and problem not in str(error):
             problem = None
         if problem is None and isinstance(error, RuntimeError):
@@ -128,7 +153,8 @@ def _report_exceptions(watch: Watch, rank: int) -> Callable[[], None]:
             elif "CUDA error" in str(error):  # for example, because this GPU accessed memory of a rank that has ended
                 problem = watch.wait_for_problem(_CAUSE_SECONDS)
         first = watch.raised_before()
-        # The rank that ended first may itself have ended because of a problem that names a third rank, the true cause.
+        # The rank that ended first may itself have ended because of a third rank, which is the true cause. Its problem
+        # then names that third rank.
         if first is not None and first[1].ended.startswith("ended"):
             cause = problem or first[1].problem or ""
             if cause.startswith("rank "):
@@ -172,10 +198,9 @@ def _is_raised_in(files: Sequence[str], trace: TracebackType | None) -> bool:
 
 
 def _hides_error(interruption: BaseException) -> bool:
-    """Return whether a KeyboardInterrupt was raised while the program handled another error, which nothing else prints.
+    """Return whether a KeyboardInterrupt interrupted the handling of another error, which would not be printed then.
 
-    If that error was raised by a collective, it does not count, because it may only show that another rank was
-    interrupted.
+    An error that a collective has raised does not count, because it may only show that another rank was interrupted.
     """
     error = interruption.__context__
     while error is not None:
@@ -211,18 +236,13 @@ class Exits:
             A function that restores the original `sys.exit`, `exit` and `quit`.
         """
         places = [(sys, "exit"), *((builtins, name) for name in ("exit", "quit") if hasattr(builtins, name))]
-        undo = []
+        undo = contextlib.ExitStack()
         for place, name in places:
             leave = getattr(place, name)
             noted = self._noted(leave, "sys.exit" if place is sys else name)
             setattr(place, name, noted)
-            undo.append(functools.partial(_put_back, place, name, noted, leave))
-
-        def restore() -> None:
-            for each in undo:
-                each()
-
-        return restore
+            undo.callback(_put_back, place, name, noted, leave)
+        return undo.close
 
     def _noted(self, leave: Callable[[Any], Any], name: str) -> Callable[..., Any]:
         @functools.wraps(leave)
@@ -246,32 +266,32 @@ def _put_back(place: Any, name: str, ours: Any, before: Any) -> None:
 def _leave(world: World, watch: Watch, opened: Sequence[Communicator], joined: bool, exits: Exits) -> None:
     """Run this process's exit handler: wait until all ranks have arrived here, and close the communicators.
 
-    The wait ends early if another rank fails or is missing, or at Ctrl-C, and is left out if this rank has failed. If
-    other ranks still needed this one, or if NCCL cannot abort its operations, the process ends with a nonzero exit
-    code.
+    The wait ends early if another rank fails or is missing, or at Ctrl-C. There is no wait if this rank has failed, or
+    if torch's process group has been destroyed. If other ranks still waited for this one in an operation, or if NCCL
+    cannot abort its operations, the process ends with a nonzero exit code.
 
     watch: the monitor that tells the other ranks how this rank ended. This function stops the monitor.
     opened: the communicators to close.
     joined: whether torch's process group existed before `init_distributed`. If so, it is not destroyed here.
     exits: the recorded last call of `sys.exit`, which gives the message and the exit code.
     """
-    # Without a process group, which accelerator.end_training() destroys, the ranks cannot wait for each other.
+    # accelerator.end_training() destroys the process group. Without it, the ranks cannot wait for each other.
     failed = getattr(sys, "last_value", None) is not None or not dist.is_initialized()
     problem = None
     watch.end(f"has left the program; its last exit call was {exits.last}" if exits.last else "has left the program")
     if not failed:
         try:
-            wait_loader()  # completes the collectives that are queued on this rank's device, for which others may wait
+            wait_loader()  # completes the collectives queued on this rank's device, for which other ranks may wait
             world.barrier(EXIT)
         except (RuntimeError, ValueError):  # ValueError: the program has replaced the default process group
             failed, problem = True, watch.problem
         except KeyboardInterrupt:
-            failed = True  # do not wait any longer. The interruption is reported by ranks whose programs still ran
+            failed = True  # stop waiting. The ranks whose programs were still running report the interruption
     watch.stop()
     if problem is not None and repr(EXIT) not in problem:
         _log.warning(
-            "rank %d has ended its program, but a problem stops other ranks before their programs have ended. So this "
-            "rank ends its process without waiting for them. Solve the problem and start the job again. It is: %s",
+            "rank %d has finished, but a problem stopped other ranks before they finished, so this rank exits without "
+            "waiting for them. Fix the problem and restart the job. The problem is: %s",
             world.rank,
             problem,
         )
@@ -289,7 +309,8 @@ def _leave(world: World, watch: Watch, opened: Sequence[Communicator], joined: b
         dist.destroy_process_group()
     if not aborted:
         print(
-            f"rank {world.rank} ends its process now, because NCCL could not abort operations that wait for others",
+            f"rank {world.rank} ends its process now, because NCCL could not abort operations that wait for other "
+            "ranks",
             file=sys.stderr,
             flush=True,
         )

@@ -1,7 +1,7 @@
 """Share each rank's status text and collective logs, so that other ranks can read them even if that rank hangs.
 
-A collective log lists the operations that a rank has issued. Ranks of the same host read text and logs from shared
-memory. Ranks of other hosts read only the text, from the launcher's store (torch's TCPStore).
+A collective log lists the operations that a rank has issued. Ranks of the same host read each other's status text and
+logs from shared memory. Ranks of other hosts read only the status text, from the launcher's store (torch's TCPStore).
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ _log = logging.getLogger("hf_bmtrain")
 _TEXT_BYTES = 32 << 10
 """The size in bytes of each of the two text areas of a page.
 
-Each rank has a page of shared memory. It contains, one after the other: the number of texts written so far (8 bytes);
-two text areas, each with the length of a text (8 bytes) and the text in UTF-8; and _JOURNALS collective logs of WORDS
-words of 8 bytes.
+Each rank has a page of shared memory. It contains, one after the other: the number of status texts that the rank has
+written so far (8 bytes); two text areas, each with the length of a status text (8 bytes) and the text in UTF-8; and
+_JOURNALS collective logs of WORDS words of 8 bytes.
 """
 LONGEST_TEXT = _TEXT_BYTES - 8
-"""The maximum length of a text in a page, in bytes of UTF-8."""
+"""The maximum length of a status text in a page, in bytes of UTF-8."""
 _JOURNALS = 8
 _JOURNALS_START = 8 + 2 * _TEXT_BYTES
 _PAGE_BYTES = _JOURNALS_START + _JOURNALS * WORDS * 8
@@ -42,8 +42,8 @@ class SharedStatus:
     logs.
 
     Each rank has a page (a region of the shared memory). All ranks of a host map all pages of this host, so the page of
-    a suspended or killed process can still be read, and no server is needed. If there are several hosts, each rank also
-    writes its text to the launcher's store (torch's TCPStore).
+    a suspended or killed process can still be read, and no server is needed. If there are several hosts, or if the
+    memory cannot be mapped, each rank also writes its text to the launcher's store (torch's TCPStore).
 
     Attributes:
         neighbours: the other ranks of this host.
@@ -87,13 +87,13 @@ class SharedStatus:
             _log.info(
                 "rank %d cannot share memory with the other ranks of its host (%s), so these ranks report their status "
                 "through the launcher's store instead. Training is not affected, but differences between the ranks' "
-                "operations are found later",
+                "operations are detected later",
                 self._rank,
                 error,
             )
         mapped = self._control.gather(memory is not None)
         if path is not None and self._rank == ranks[0]:
-            os.unlink(path)  # the mapped memory stays valid
+            os.unlink(path)  # the memory into which the file is mapped stays valid
         if memory is not None and all(mapped[rank] for rank in ranks):
             for number, rank in enumerate(ranks):
                 self._pages[rank] = memory[number * _PAGE_BYTES : (number + 1) * _PAGE_BYTES]
@@ -103,13 +103,14 @@ class SharedStatus:
 
         A collective log lists the operations that this rank has issued on one communicator. After this call, the log
         compares each new operation, before it is issued, with the logs of two neighbours: the previous and the next
-        rank of this host that use the communicator (the last and the first rank are neighbours too). If they differ, it
-        raises RuntimeError. Two neighbours are enough, because if the logs of any ranks differ, those of two adjacent
-        ranks do.
+        rank of this host that use the communicator (the last and the first rank are neighbours too). If the logs
+        differ, RuntimeError is raised. Two neighbours are enough, because if the logs of any ranks differ, those of two
+        adjacent ranks do.
 
         Every rank must add its logs in the same order. At the time of this call, the log must have the same entries on
-        all ranks that use the communicator. Only the first 8 logs are shared; calls for further logs do nothing, and
-        differences in these are found only when the ranks send each other their last operations.
+        all ranks that use the communicator. Only the first 8 logs are shared. Calls for further logs do nothing, and so
+        do all calls if there is no shared memory. Differences in logs that are not shared are found only when the ranks
+        send each other their last operations.
         """
         number, self._collective_logs = self._collective_logs, self._collective_logs + 1
         if self._pages and number < _JOURNALS:
@@ -124,7 +125,7 @@ class SharedStatus:
         """Publish `text` as this rank's status, in place of its previous text. Any thread may call this method.
 
         The ranks of this host read the text from shared memory, which stores only its first LONGEST_TEXT bytes. If
-        there are other hosts, or shared memory cannot be used, the whole text is also written to the launcher's store.
+        there are other hosts, or shared memory cannot be used, the full text is also written to the launcher's store.
         """
         if self._pages:
             with self._writing:
@@ -133,10 +134,10 @@ class SharedStatus:
             self._ask(self._control.show, _KEY.format(self._rank), text)
 
     def read(self, rank: int) -> str | None:
-        """Return the latest status text of `rank`, or None if there is none.
+        """Return the latest status text of `rank`, or None if there is none, or the launcher's store cannot be reached.
 
-        The text comes from shared memory if both ranks are on one host and could map this memory, otherwise from the
-        launcher's key-value store. Returns None also if the store cannot be reached.
+        If `rank` runs on this host, and the ranks of this host could map their shared memory, the text is read from
+        this memory. Otherwise, it is read from the launcher's store (torch's TCPStore).
         """
         if rank in self._pages:
             return _read(self._pages[rank])
@@ -155,7 +156,7 @@ class SharedStatus:
 def _place() -> tuple[str, ...]:
     """Return a key that identifies this process's host and container.
 
-    Processes with equal keys can map the same files into memory, and use the same process ids for each other.
+    Processes with equal keys can map the same files into memory, and refer to each other by the same process ids.
     """
     names = [socket.gethostname(), tempfile.gettempdir()]
     for path in ("/proc/sys/kernel/random/boot_id", "/proc/self/ns/pid", "/proc/self/ns/mnt"):

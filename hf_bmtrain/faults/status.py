@@ -1,4 +1,5 @@
-"""The status that a rank reports to others: the current line of its program, what it waits for, and how it ended."""
+"""The status that a rank reports to other ranks: the current line of its program, what it waits for, and how it
+ended."""
 
 from __future__ import annotations
 
@@ -16,24 +17,34 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+import torch
+
 from ..engine.comm.collective_log import Excerpt, describe
 
-_PACKAGE = str(Path(__file__).parents[1])
-_LIBRARIES = ("site-packages", "dist-packages", "<frozen", sysconfig.get_paths()["stdlib"], _PACKAGE)
-_TORCH_DISTRIBUTED = os.path.join("torch", "distributed")
-_WAITS = (os.path.join(_PACKAGE, "engine", "comm"), os.path.join("torch", "distributed", "distributed_c10d.py"))
+# Folders are whole names here, with a separator at the end: a path may contain "torch" because of an environment with
+# that name, and that of a program may begin like that of this package.
+_PACKAGE, _TORCH = (os.path.join(folder, "") for folder in (Path(__file__).parents[1], Path(torch.__file__).parent))
+_INSTALLED = f"-packages{os.sep}"  # the end of site-packages and dist-packages
+_LIBRARIES = (
+    f"{os.sep}site{_INSTALLED}", f"{os.sep}dist{_INSTALLED}", "<frozen",
+    os.path.join(sysconfig.get_paths()["stdlib"], ""), _PACKAGE,
+)  # fmt: skip
+TORCH_DISTRIBUTED = os.path.join(_TORCH, "distributed", "")
+OWN_COLLECTIVES = os.path.join(_PACKAGE, "engine", "comm", "")
+_WAITS = (OWN_COLLECTIVES, f"{TORCH_DISTRIBUTED}distributed_c10d.py")
 _TASKS = {
-    "in its data loader": (os.path.join("torch", "utils", "data"), f"packages{os.sep}datasets{os.sep}"),
+    "in its data loader": (os.path.join(_TORCH, "utils", "data", ""), f"{_INSTALLED}datasets{os.sep}"),
     "reading or writing files": (
-        os.path.join("torch", "serialization.py"), f"packages{os.sep}safetensors{os.sep}",
-        f"packages{os.sep}huggingface_hub{os.sep}", os.path.join(_PACKAGE, "checkpoint"),
+        f"{_TORCH}serialization.py", f"{_INSTALLED}safetensors{os.sep}", f"{_INSTALLED}huggingface_hub{os.sep}",
+        os.path.join(_PACKAGE, "checkpoint", ""),
     ),
-    "compiling": (  # only these files of the compilers, because their other files also run in calls of compiled code
-        os.path.join("torch", "_dynamo", "convert_frame.py"), os.path.join("torch", "_inductor", "compile_fx.py"),
-        os.path.join("triton", "compiler"),
+    "compiling": (  # only these files, because other files of the compilers also run in calls of compiled code
+        os.path.join(_TORCH, "_dynamo", "convert_frame.py"), os.path.join(_TORCH, "_inductor", "compile_fx.py"),
+        os.path.join(f"{_INSTALLED}triton", "compiler", ""),
     ),
 }  # fmt: skip
-"""Tasks that may take long. For each, parts of the paths of source files that are on a rank's stack during the task."""
+"""Tasks that may take long, as {task: parts of paths of source files}. A rank is doing the task while code of one of
+these files is on its call stack."""
 _EXITING = 0x4
 """The bit PF_EXITING in the flags of /proc/PID/stat. The Linux kernel sets it when a process begins to end."""
 INTERRUPTED = "was interrupted (Ctrl-C or SIGINT)"
@@ -49,18 +60,23 @@ class Status:
         written: the time at which `look` last updated this status.
         place: the current line of the user's program, such as "train.py:41 (load)"; "" if it is unknown.
         since: the time at which the program reached `place`.
-        waits: the operation with other ranks, such as a collective, for which the rank waits, or "".
-        waits_since: the time since which the rank has waited without issuing another operation.
-        watched_since: the time since which this status has been updated without a gap. In a gap, the process was
-            suspended, or native code held Python's interpreter lock, so it is unknown what the rank waited for.
+        waits: what the rank waits for: an operation with other ranks, such as a collective, or "its device". "" if it
+            does not wait.
+        waits_since: if the rank waits, the time since which it has made no progress. While it waits for other ranks,
+            this is the time at which it began to wait, or at which it last issued an operation, whichever is later.
+            While it waits for its device, this is `moved`. If the rank does not wait, it is the time of the last
+            update.
+        watched_since: the time from which this status has been updated without a gap. In a gap, the process was
+            suspended, or native code held the GIL, so it is unknown what the rank waited for.
         task: what the rank is doing, if it is one of the slow tasks in `_TASKS`, or "".
-        moved: the time of the last call of `look` that found the program at another instruction than the call before.
+        moved: the time of the last call of `look` in which the stack of the program's thread (code and instruction of
+            each frame) differed from that in the previous call.
         ended: how the program ended, such as "raised ValueError: ...", or "" while it runs.
         ended_at: the time at which the program ended.
         problem: the reason why every rank must stop, or None.
         blamed: the ranks that did not reach an operation, so that the other ranks waited for them until the timeout.
-        occasions: {number, as a string: text} for recent exchanges of Python objects between the ranks, and for recent
-            decisions. The text describes the exchange or decision, and the number identifies it in the collective logs.
+        occasions: descriptions of recent exchanges of Python objects between the ranks and of recent decisions, as
+            {number, as a string: description}. The number identifies the exchange or decision in the collective logs.
         excerpts: one item for each of the rank's collective logs (lists of the operations that the rank has issued),
             with the last entries of this log.
     """
@@ -91,11 +107,12 @@ class Status:
         return self.ended.startswith(INTERRUPTED)
 
     def to_text(self, limit: float = math.inf) -> str:
-        """Return this status of a rank as JSON, in ASCII, of at most `limit` characters.
+        """Return this status of a rank as JSON in ASCII, shortened if it has more than `limit` characters.
 
         The JSON can become long, because an error may quote a page of the user's data, and a character that is not
-        ASCII takes up to 12 characters of JSON. If it exceeds `limit`, each text in it is cut to 1000, 250 or 50
-        characters. If 50 are still too many, `occasions` and `excerpts` are also left empty. Nothing else is shortened.
+        ASCII takes up to 12 characters of JSON. To shorten it, each string is cut to 1000 characters or, if that is not
+        enough, to 250, and then to 50. If it is still too long, `occasions` and `excerpts` are left empty too. The
+        result is not checked again, so a very long `blamed` may still exceed `limit`.
         """
         values = asdict(self)
         for length in (None, 1000, 250, 50):
@@ -117,7 +134,7 @@ class Status:
         """Update this status from the call stack of a thread. The monitor calls it once a second.
 
         This sets `place` (the line of the user's program), `since` (when the program reached this line), `waits` (the
-        operation for which the program waits), `task` (a slow task, such as "compiling"), `moved` (when the program
+        operation in which the program waits), `task` (a slow task, such as "compiling"), `moved` (when the program
         last made progress) and `written` (the time of this call). After the program has ended, and while no line of the
         program is on the stack, `place` and `since` do not change.
 
@@ -133,12 +150,12 @@ class Status:
                     lines.append((f"{_short(path)}:{frame.f_lineno}", frame.f_code.co_name))
             elif not lines:
                 waits = waits or _waited_for(frame, path)
-                called = "" if _TORCH_DISTRIBUTED in path else f" in {frame.f_code.co_name}"
+                called = "" if TORCH_DISTRIBUTED in path else f" in {frame.f_code.co_name}"
             task = task or _task_in(path)
             instructions.append((id(frame.f_code), frame.f_lasti))
             frame = frame.f_back
         if waits.startswith("torch.distributed."):
-            waits += called  # such as " in clip_grad_norm_", the library function that the user's line called
+            waits += called  # `called` is, for example, " in clip_grad_norm_": the function that the user's line called
         place = _in_words(lines)
         # While no frame belongs to the program, as in `sys.excepthook`, `place` is "". The last place is then kept.
         if place not in ("", self.place) and not self.ended:
@@ -175,7 +192,7 @@ def line_of(trace: Any) -> str:
 
 
 def condition(pid: int) -> str:
-    """Return whether process `pid` of this host has ended ("gone"), is suspended ("stopped"), or runs ("").
+    """Return whether process `pid` of this host has ended ("gone"), is suspended ("stopped"), or is running ("").
 
     The monitor calls this for ranks on the same host: a rank that was killed or suspended cannot report this itself.
 
@@ -222,13 +239,13 @@ def _waited_for(frame: FrameType, path: str) -> str:
     label = getattr(frame.f_locals.get("self"), "label", None) if name == "wait" else None
     if label is not None:
         return str(label).partition(": ")[2]
-    return f"torch.distributed.{name}" if "torch" in path else ""
+    return f"torch.distributed.{name}" if TORCH_DISTRIBUTED in path else ""
 
 
 def _in_words(lines: list[tuple[str, str]]) -> str:
-    """Return a text such as "train.py:41 (load, from line 9)", which names a line of the program and its caller.
+    """Return a string such as "train.py:41 (load, from line 9)", which names a line of the program and its caller.
 
-    lines: (file:line, function) of the line and of its caller, or of the line alone. An empty list gives an empty text.
+    lines: (file:line, function) of the line and of its caller, or of the line alone. An empty list gives "".
     """
     if not lines:
         return ""

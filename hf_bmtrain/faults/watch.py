@@ -31,26 +31,28 @@ CROSSED_SECONDS = 5.0
 _SILENT_SECONDS = 5.0
 """A rank's process counts as blocked if the rank has not updated its status for this many seconds."""
 _GRACE_SECONDS = 5.0
-"""Seconds that this rank's program has to raise an error when every rank must stop. If it does not, its GPU operations
-are aborted. If it still has not raised the error after as many seconds again, its process is ended."""
+"""Time in seconds that a program waiting in an operation has to raise the error when every rank must stop. If it has
+not raised the error by then, its GPU operations are aborted. If it has not raised the error after the same time again,
+its process is ended. A program that is not waiting has more time. A program for which other ranks waited until the
+timeout has less."""
 _DEVICE = "its device"
-"""The value of `Status.waits` for a rank whose program does not move while its device has unfinished work. This may be
-the rank's own work, or a collective of torch.distributed, which waits for another rank."""
+"""The value of `Status.waits` for a rank whose program makes no progress while its device has unfinished work. This
+work may be the rank's own, or a collective of torch.distributed that waits for another rank."""
 _LONGEST = 4000
-"""The maximum length, in characters, of an exception's text that other ranks see."""
+"""The maximum length, in characters, of an exception's message that other ranks see."""
 
 
 class Watch(Monitor):
-    """Finds ranks that fail, hang, or issue different operations: a thread reads the status of all ranks every second.
+    """Finds ranks that fail, hang, or issue different operations: a thread reads other ranks' status every second.
 
     * If two ranks have issued different operations (their collective logs differ), the next operation of every rank
-      raises an error that names the difference. So does an operation that is already waiting on the CPU. Operations
-      that are waiting on GPUs are aborted.
-    * The same happens if a rank has raised an exception, was interrupted, or has exited while others wait for it.
-    * If ranks have waited for another rank for HF_BMTRAIN_HANG_SECONDS (8 by default), one of them logs a warning with
-      that rank, its line in the program, and the likely cause, and repeats it at growing intervals. The rank may only
-      be slow, so nothing else happens until the timeout of `init_distributed` has expired. Then all ranks are
-      stopped, as above, by an error that names the missing ranks.
+      raises an error that names the difference. Operations that are already waiting on the CPU raise this error too,
+      and those that are waiting on GPUs are aborted.
+    * The same happens if a rank has raised an exception, was interrupted, or has exited while other ranks wait for it.
+    * If ranks have waited for another rank for HF_BMTRAIN_HANG_SECONDS (8 by default), one of them logs a warning that
+      names the other rank, its line in the program, and the likely cause. The warning is repeated at growing intervals.
+      The rank may only be slow, so nothing else happens until the timeout of `init_distributed` has expired. Then all
+      ranks are stopped, as above, by an error that names the missing ranks.
 
     Attributes:
         status: the status that this rank publishes.
@@ -66,14 +68,15 @@ class Watch(Monitor):
         self._communicators: list[Communicator] = []
         self._interrupt: Callable[[], None] = lambda: None
         self._busy: Callable[[], bool] = lambda: False  # whether this rank's device has unfinished work
-        self._delay = self._next = hang_seconds()  # seconds of waiting: before the first warning, and before the next
+        self._delay = self._next = hang_seconds()  # seconds of waiting before the first and before the next warning
         self._reported: dict[int, Status] = {}  # each missing rank's status at the last warning in the present wait
-        self._warning: str | None = None  # the text of the last warning in the present wait
+        self._warning: str | None = None  # the last warning in the present wait
         self._stopped = threading.Event()
         self._since = time.monotonic()  # the time of the last change of `_seen`
-        # For each communicator, the number of operations that this rank, and the next rank, have issued on it.
+        # (own, theirs): the numbers of operations that this rank and the next rank, (rank + 1) % size, have issued, one
+        # number for each communicator. The values are those at the last change that `_crossed` saw.
         self._seen: tuple[list[int], list[int]] = [], []
-        self._own_counts: list[int] = []  # this rank's numbers of operations, as in `_seen`, at the last `_observe`
+        self._own_counts: list[int] = []  # this rank's counts of operations, as in `_seen`, at the last `_observe`
         self._program = threading.get_ident()  # the thread that trains, which need not be the main one
         self._thread = threading.Thread(target=self._run, name="hf_bmtrain watch", daemon=True)
 
@@ -85,7 +88,7 @@ class Watch(Monitor):
         self._board = SharedStatus(control, rank)
         self._compare(control.collective_log)
         self._observe()
-        self._show()  # because the thread publishes only after a second, and the process may be suspended before that
+        self._show()  # publish now: the thread first does so after a second, and the process may be suspended earlier
         self._thread.start()
 
     def add(self, communicator: Communicator) -> None:
@@ -126,12 +129,12 @@ class Watch(Monitor):
             self._show()
 
     def raised_before(self) -> tuple[int, Status] | None:
-        """Return which rank, other than this one, was the first to end by an exception (KeyboardInterrupt included).
+        """Return which rank, other than this one, was the first to end with an exception (KeyboardInterrupt included).
 
-        That rank is probably the cause of errors on this rank, which then blames it.
+        That rank has probably caused the errors on this rank, so the messages of this rank blame that rank.
 
         Returns:
-            (the rank, its last `Status`), or None if no other rank has ended by an exception.
+            (the rank, its last `Status`), or None if no other rank has ended with an exception.
         """
         others = [(rank, status) for rank, status in self._read_all().items() if rank != self._rank]
         raised = [each for each in others if each[1].interrupted or each[1].ended.startswith(("raised", "ended"))]
@@ -141,24 +144,24 @@ class Watch(Monitor):
     def has_failed(self) -> bool:
         """Whether every rank must stop because of a failure, and not because ranks were interrupted (Ctrl-C).
 
-        If this rank is interrupted, this decides whether it reports the interruption or the failure.
+        If an interrupted rank finds that this is True, it reports the failure instead of the interruption.
         """
         first = self.raised_before()
         return self.problem is not None if first is None else not first[1].interrupted
 
     def explain_interruption(self, line: str, seconds: float) -> str:
-        """Return a text for the user that says which ranks were interrupted by Ctrl-C. Only one rank gets a text.
+        """Return a message for the user that says which ranks Ctrl-C has interrupted. Only one rank gets a message.
 
         Call it on each interrupted rank, after `end` has told the other ranks that this rank was interrupted. Ctrl-C
         interrupts all ranks, but not at the same moment, so this method first waits until the programs of all ranks
-        have ended, at most `seconds`. If Ctrl-C is pressed again, it does not wait any longer.
+        have ended, at most `seconds`. Pressing Ctrl-C again ends this wait.
 
         Args:
             line: the line of the program at which this rank was interrupted, or "" if it is unknown.
             seconds: the maximum time to wait.
 
         Returns:
-            The text on the rank that was interrupted first, and "" on all others, so that the text is printed once.
+            The message on the rank that was interrupted first, and "" on all others, so that only one rank prints it.
         """
         end, ranks = time.monotonic() + seconds, {self._rank: self.status}
         with contextlib.suppress(KeyboardInterrupt):
@@ -175,7 +178,7 @@ class Watch(Monitor):
             which = f"all {size} ranks"
         elif sum(status.ended != "" for status in ranks.values()) == size:
             others = " The other ranks end too."
-        else:  # they may be in native code, which Python interrupts only when it returns
+        else:  # the others may be in native code; Python raises KeyboardInterrupt only after that code has returned
             others = " It is not known yet whether the others were interrupted too; if not, their next operation fails."
         at = f"; rank {self._rank} was at {line}" if line else ""
         return (
@@ -192,10 +195,10 @@ class Watch(Monitor):
         )
 
     def wait_for_problem(self, seconds: float) -> str | None:
-        """Wait at most `seconds` until `problem`, the reason why every rank must stop, is known, and return it.
+        """Wait until the reason why every rank must stop (the property `problem`) is known, and return it.
 
-        The wait also ends when the program of another rank has ended by an exception. Returns None if `problem` is not
-        known by then.
+        Waits at most `seconds`, and stops early if the program of another rank has ended with an exception. Returns
+        None if the reason is still unknown then.
         """
         end = time.monotonic() + seconds
         while self.problem is None and self.raised_before() is None and time.monotonic() < end:
@@ -203,16 +206,17 @@ class Watch(Monitor):
         return self.problem
 
     def find_cause(self, seconds: float) -> str | None:
-        """Return a text that says why an operation with other ranks has failed on this rank, or None.
+        """Return a message that says why an operation with other ranks has failed on this rank, or None.
 
         This waits at most `seconds` until `problem`, the reason why every rank must stop, is known. The result is the
         first of these that applies:
 
         * `problem`, if it is known;
-        * None, if another rank has ended by an exception. That rank is the cause, and `raised_before` returns it;
-        * a text that names the ranks that can no longer take part in operations, for example because their processes
-          have ended;
-        * the last warning about the operation for which this rank has waited;
+        * None, if another rank has ended with an exception. That rank is the cause, and `raised_before` returns it;
+        * a message that names the ranks that can no longer join operations, for example because their processes have
+          ended;
+        * the last warning about missing ranks, if this rank had waited long enough for one before the operation failed
+          (all waiting ranks keep the text of such a warning, but only one of them logs it);
         * None, if the cause is unknown.
         """
         warning = self._warning
@@ -221,7 +225,7 @@ class Watch(Monitor):
         others = {rank: status for rank, status in self._read_all().items() if rank != self._rank}
         absent = [self._last_seen(rank, status) for rank, status in others.items() if self._why_absent(rank, status)]
         if absent:
-            self.status.problem = f"{'; '.join(absent)}."  # so that errors on other ranks name them too
+            self.status.problem = f"{'; '.join(absent)}."  # errors on other ranks then name these ranks too
         return self.status.problem or warning
 
     def wait_for_end(self, rank: int, seconds: float) -> None:
@@ -263,8 +267,8 @@ class Watch(Monitor):
             return self.problem
         # Compare this rank's logs with those of the rank before, the rank after, and the other ranks of this host. Both
         # ranks of each pair must compare, because a status contains only the last entries of a rank's logs: if this
-        # rank has issued fewer operations than the other one, its own log may end before those entries begin. It then
-        # finds nothing, but the other rank finds the difference in its own, longer log.
+        # rank has issued fewer operations than the other one, its own log may end before those entries begin. This
+        # rank then finds nothing, but the other rank finds the difference in its own, longer log.
         after, before = ((self._rank + step) % self._control.size for step in (1, -1))
         for other in sorted({after, before, *self._board.neighbours}):
             theirs = self._read(other)
@@ -273,12 +277,13 @@ class Watch(Monitor):
                 if problem is not None:
                     self.status.blamed = theirs.blamed
                     return problem
-        # At the end of the program and after destroy_process_group(), rank 0 may leave first, which is not a problem.
+        # At the end of the program and after destroy_process_group(), rank 0 may end first, and its store with it. This
+        # is not a problem.
         if self._board.lost and not self.status.ended and dist.is_initialized():
             served = "'s launcher" if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" else ""
             return (
-                f"rank 0{served} has probably ended, or its host or network is down, because the store that it serves "
-                "cannot be reached."
+                f"rank 0{served} has probably ended, or its host or network is down: the store that it serves cannot "
+                "be reached."
             )
         return self._of_all()
 
@@ -330,7 +335,7 @@ class Watch(Monitor):
         found = {rank: self._read(rank) for rank in range(self._control.size)}
         return {rank: status for rank, status in found.items() if status is not None}
 
-    # -- the end ------------------------------------------------------------------------------------------------
+    # -- making this rank's program stop ------------------------------------------------------------------------
 
     def _tell(self, problem: str) -> None:
         """Make this rank's program raise `problem` as an error. End this process if the program does not do so in time.
@@ -356,7 +361,7 @@ class Watch(Monitor):
                 "must stop: %s", self._rank, theirs.pid, rank, why, problem,
             )  # fmt: skip
             # The launcher would wait forever for the process of `rank`. Kill it before this rank ends, so that the
-            # launcher reports `rank` as the one that failed first. Another rank of this host may already have done so.
+            # launcher reports `rank` as the one that failed first. Another rank may have killed this process already.
             with contextlib.suppress(ProcessLookupError):
                 os.kill(theirs.pid, signal.SIGKILL)
             self.wait_for_end(rank, SECONDS)
@@ -386,7 +391,7 @@ class Watch(Monitor):
         stack = "".join(traceback.format_stack(frame)) if frame is not None else ""
         sys.stderr.write(
             f"rank {self._rank} ends its process now, because its program has not raised this error in time: {problem} "
-            f"It is at:\n{stack}"
+            f"The program is at:\n{stack}"
         )
         sys.stderr.flush()
         os._exit(1)
@@ -409,7 +414,7 @@ class Watch(Monitor):
     # -- missing ranks ------------------------------------------------------------------------------------------
 
     def _of_all(self) -> str | None:
-        """Check how long this rank has waited for others. Return the reason why every rank must stop, or None.
+        """Check how long this rank has waited for other ranks. Return the reason why every rank must stop, or None.
 
         Every rank must stop if the timeout has expired, or if this rank waits for a collective of torch.distributed
         although all other ranks have left the program. Until then, the lowest waiting rank logs which ranks are
@@ -423,7 +428,8 @@ class Watch(Monitor):
             return None
         ranks = self._read_all()
         waiting = [rank for rank, status in ranks.items() if self._is_waiting(rank, status)]
-        # Ranks that wait for their devices may still be computing, so they count only if no rank waits for other ranks.
+        # Ranks that wait for their devices may still be computing, so they count as waiting only if no rank waits for
+        # other ranks.
         if not waiting:
             waiting = [r for r, status in ranks.items() if status.waits and not self._why_absent(r, status)]
             if len(waiting) == self._control.size:
@@ -436,11 +442,12 @@ class Watch(Monitor):
             return f"{text} The timeout of init_distributed, {self._control.timeout:.0f} s, has expired."
         others = [status for rank, status in ranks.items() if rank != self._rank]
         # Collective logs do not contain operations of torch.distributed, so `compare` cannot find out whether another
-        # rank will join this operation. A rank that still runs may join it. So give up only if all others have ended.
+        # rank will join this operation. A rank that still runs may join it. So give up only if all other ranks have
+        # ended.
         if self.status.waits.startswith("torch.distributed.") and all(
             status.ended and status.waits == repr(EXIT) for status in others
         ):
-            return f"{text} No other rank can take part in it any more. {_advice([repr(EXIT)])}"
+            return f"{text} No other rank can join this operation any more. {_advice([repr(EXIT)])}"
         self._next = max(2 * self._next, REPEAT_SECONDS)
         if self._rank == min(waiting, default=self._rank):
             _log.warning("%s", text)
@@ -460,14 +467,14 @@ class Watch(Monitor):
         return oldest - latest >= max(self._delay / 2, 2 * SECONDS)
 
     def _is_waiting(self, rank: int, status: Status) -> bool:
-        """Return whether a rank waits for other ranks, and is itself able to take part in operations.
+        """Return whether a rank waits for other ranks, and is itself able to join operations.
 
         status: what the rank last reported about itself.
         """
         return status.waits not in ("", _DEVICE) and not self._why_absent(rank, status)
 
     def _why_absent(self, rank: int, status: Status) -> str:
-        """Return why a rank cannot take part in operations, for example because it has ended.
+        """Return why a rank cannot join operations with other ranks, for example because it has ended.
 
         Returns "" if it probably can.
 
@@ -492,19 +499,19 @@ class Watch(Monitor):
         return ""
 
     def why_gone(self, rank: int) -> str:
-        """Return a text that says how a rank's process has ended, or "" if it has not, or is on another host.
+        """Return a message that says how a rank's process has ended, or "" if it still runs or is on another host.
 
-        If the rank has reported how its program ended, the text says so, for example "rank 1 raised ValueError: ...".
-        Otherwise it gives the line of the program at which the rank was last seen: "rank 1 was last seen at train.py:41
-        (load); its process has ended without an exception ...". Any thread may call this method.
+        If the rank has reported how its program ended, the message says so: "rank 1 raised ValueError: ...".
+        Otherwise, the message gives the line of the program at which the rank was last seen: "rank 1 was last seen at
+        train.py:41 (load); its process has ended without an exception ...". Any thread may call this method.
         """
         status = self._read(rank) if rank in self._board.neighbours else None
         return self._last_seen(rank, status) if status is not None and condition(status.pid) == "gone" else ""
 
     def _last_seen(self, rank: int, status: Status) -> str:
-        """Return a text about a rank that cannot take part in operations: where it was last seen, and why it cannot.
+        """Return a clause about a rank that cannot join operations: where it was last seen, and why it cannot.
 
-        If the rank's program has ended, the text says only how it ended: the line in its status may be a second old,
+        If the rank's program has ended, the clause says only how it ended: the line in its status may be a second old,
         and `Status.ended` already names the line of an error.
         """
         if status.ended:
@@ -512,21 +519,25 @@ class Watch(Monitor):
         return f"rank {rank} was last seen at {status.place or 'an unknown line'}; {self._why_absent(rank, status)}"
 
     def missing(self) -> str:
-        """Return a text about the ranks for which others are waiting now: where these ranks are, and why.
+        """Return a message about the ranks for which other ranks are waiting, for an error message after a timeout.
 
-        The text also says how long the others have waited, and in which operations.
+        For each missing rank, the message gives the line of the user's program at which that rank is or was last seen,
+        and the likely reason why it has not joined. The message also says how long the other ranks have waited, and in
+        which operations: "No progress for 60 s: rank 1 is at train.py:41 (load), ... rank 0 waits for ...".
+
+        The message is never empty. If all ranks wait, it says that their operations do not match.
         """
         self._observe()
         ranks = {**self._read_all(), self._rank: self.status}
         return self._explain_wait(ranks, [rank for rank, status in ranks.items() if self._is_waiting(rank, status)])
 
     def _explain_wait(self, ranks: dict[int, Status], waiting: Sequence[int]) -> str:
-        """Return a text that says how long ranks have waited, which ranks are missing, where and why.
+        """Return a message that says how long ranks have waited, and which ranks are missing, at which line and why.
 
-        The text also names the operations in which the first four waiting ranks wait.
+        The message also names the operations in which the first four waiting ranks wait.
 
-        ranks: the status of each rank that has published one.
-        waiting: the ranks that wait; all others are missing.
+        ranks: the status of each rank that has published its status.
+        waiting: the ranks that wait; all other ranks are missing.
         """
         now = time.time()
         lines = []
@@ -554,14 +565,14 @@ class Watch(Monitor):
         """Return the last operations that this rank has issued, as one `Excerpt` for each communicator.
 
         This rank sends the list to the other ranks, with its status. They pass it to `compare`, to find out whether
-        this rank has issued other operations than they have.
+        this rank's operations differ from theirs.
         """
         return [collective_log.excerpt() for collective_log in self._collective_logs]
 
     def compare(self, other: int, theirs: Sequence[Excerpt]) -> str | None:
         """Compare the operations that this rank and another have issued, on all communicators.
 
-        Returns a text about the first difference, or None if no difference is known. `difference` does this for a
+        Returns a description of the first difference, or None if no difference is known. `difference` does this for a
         single communicator.
 
         Args:
@@ -577,13 +588,13 @@ class Watch(Monitor):
     def difference(self, collective_log: CollectiveLog, other: int, theirs: Excerpt) -> str | None:
         """Compare the operations that this rank and another have issued, on one communicator.
 
-        Returns a text about the first difference, or None if no difference is known. `compare` does this for all
-        communicators.
+        Returns a description of the first difference. Returns None if no difference is known, or if the other rank does
+        not belong to the communicator. `compare` calls this for each communicator.
 
         Args:
-            collective_log: the operations that this rank has issued on the communicator.
+            collective_log: this rank's log of the communicator, the list of operations that it has issued there.
             other: the other rank.
-            theirs: the last entries of the other rank's log.
+            theirs: the last entries of the other rank's log of the same communicator, from `excerpts` on that rank.
         """
         alike = collective_log.ranks is None or other in collective_log.ranks
         found = collective_log.compare(theirs) if alike else None
@@ -596,8 +607,8 @@ class Watch(Monitor):
     def _crossed(self, other: int, theirs: Status) -> str | None:
         """Return an explanation if this rank and `other` wait for each other on two communicators, otherwise None.
 
-        They do if this rank has issued more operations than `other` on one communicator, but fewer on another, and
-        neither rank has issued an operation for CROSSED_SECONDS.
+        They wait for each other if this rank has issued more operations than `other` on one communicator, but fewer on
+        another, and neither rank has issued an operation for CROSSED_SECONDS.
 
         theirs: the status of the other rank.
         """
@@ -626,8 +637,8 @@ class Watch(Monitor):
         """
         occasions = dict(self._control.occasions)
         end = time.monotonic() + 2.5 * SECONDS
-        # For an exchange of objects or a decision, `entry` contains only a number that stands for a text. If this rank
-        # does not know the text, wait a few seconds until the other rank publishes it.
+        # For an exchange of objects or a decision, `entry` contains only a number that stands for a description. If
+        # this rank does not know the description, wait up to 2.5 seconds until the other rank publishes it.
         while True:
             status = None if other is None else self._read(other)
             if status is not None:
@@ -638,7 +649,7 @@ class Watch(Monitor):
             time.sleep(0.1)
 
     def _explain(self, places: dict[int, str], what: str) -> str:
-        """Return the error text for ranks that issued different operations.
+        """Return the error message for ranks that issued different operations.
 
         places: a description of each rank's operation, by rank.
         what: a clause that says at which operation the ranks differ.
@@ -648,7 +659,7 @@ class Watch(Monitor):
         begun, end = time.time(), time.monotonic() + 1.5 * SECONDS
         ranks = {rank: self._read(rank) for rank in places if rank != self._rank}
         while any(status and status.written < begun for status in ranks.values()) and time.monotonic() < end:
-            time.sleep(0.1)  # until the other ranks have published which line of the program they are at
+            time.sleep(0.1)  # wait until the other ranks have published their present lines of the program
             ranks = {rank: self._read(rank) for rank in ranks}
         found = {rank: self.status if status is None else status for rank, status in ranks.items()}
         found[self._rank] = self.status
@@ -660,7 +671,10 @@ class Watch(Monitor):
 
 
 def _first_interrupted(ranks: dict[int, Status]) -> int:
-    """Return the rank that was interrupted first. At least one must have been. ranks: the status of each rank."""
+    """Return the rank that was interrupted first.
+
+    ranks: the status of each rank. At least one rank must have been interrupted.
+    """
     return min((status.ended_at, rank) for rank, status in ranks.items() if status.interrupted)[1]
 
 
@@ -679,8 +693,8 @@ def _seen(place: str, status: Status) -> str:
 def _is_decision(place: str) -> bool:
     """Return whether `place` describes a decision of a rank, such as whether to save at this step.
 
-    Decisions must be equal on all ranks, so a rank's collective log contains them beside the operations that the rank
-    has issued.
+    Decisions must be equal on all ranks, so a rank's collective log contains them too, in addition to the operations
+    that the rank has issued.
 
     place: the description of an entry in a collective log.
     """
@@ -688,7 +702,10 @@ def _is_decision(place: str) -> bool:
 
 
 def _advice(places: Sequence[str]) -> str:
-    """Return advice for users whose ranks have issued different operations. places: a description of each operation."""
+    """Return advice for users whose ranks have issued different operations.
+
+    places: a description of each operation.
+    """
     if repr(EXIT) in places:
         trainer = (
             "Trainer's save_model() before train() saves on rank 0 alone: call it after train(), or use "
@@ -702,7 +719,8 @@ def _advice(places: Sequence[str]) -> str:
         )
     if any(place.startswith("'") for place in places):
         return (
-            "The function named in quotes needs all ranks: call it on every rank, in the same order, not on one alone."
+            "The function named in quotes needs all ranks: call it on every rank, in the same order, and not on one "
+            "rank alone."
         )
     if any(place.startswith(("step with", "clipping", "change of requires_grad")) for place in places):
         return (
@@ -711,21 +729,21 @@ def _advice(places: Sequence[str]) -> str:
         )
     if all(map(_is_decision, places)):
         return (
-            "All ranks must decide the same at the same step: the decision may not depend on the rank, its data or its "
+            "All ranks must make the same decision at the same step: it must not depend on the rank, its data or its "
             "clock. To stop all ranks when any rank wants to, exchange the decision first: "
             "stop = bmt.sum_loss(torch.tensor(float(stop))) > 0."
         )
     return (
         "Every rank must call the same modules in the same order and the same number of times, in backward too. Do not "
         "evaluate on one rank alone. If a rank's data do not need a module (no image, fewer tiles, a skipped layer), "
-        "call it there with some input and add its output times 0 to the loss."
+        "call the module there with some input, and add its output times 0 to the loss."
     )
 
 
 def _guess(status: Status, before: Status | None) -> str:
     """Guess why a rank keeps others waiting, although its process runs and waits for no other rank.
 
-    Returns a text that completes the sentence "rank 1 is at train.py:41, for 32 s, ...".
+    Returns words that complete the sentence "rank 1 is at train.py:41, for 32 s, ...".
 
     status: the rank's status.
     before: the rank's status at the last warning about it, or None.

@@ -27,12 +27,11 @@ from .lora import Lora
 from .masks import Masks
 from .memory import Memory, choose_recompute
 from .mlp import MlpChunks
-from .options import KeepFrozen, Options, UseCheckpoint, UseFloat8, check_use_checkpoint
+from .options import FirstOptions, KeepFrozen, Options, UseCheckpoint, UseFloat8, check_use_checkpoint
 from .packed import Packed
 from .replay.replay import Replay
 from .sequence import SequenceParallel
-from .tensor_parallel.plan import SplitByPlan
-from .tensor_parallel.refuse import TensorParallel
+from .tensor_parallel.plan import TensorParallel
 
 
 def extensions_of(options: Options) -> list[Extension]:
@@ -41,25 +40,26 @@ def extensions_of(options: Options) -> list[Extension]:
     `wrap`, the function that shards a model, calls the methods of these objects at fixed points.
 
     Args:
-        options: the arguments of the call of `auto_wrap` that shards the model.
+        options: the arguments that were passed to `auto_wrap`.
     """
     return [
-        TensorParallel(options), SplitByPlan(options), Experts(), Lora(), Packed(options), Float8(options),
-        Memory(options), SequenceParallel(options), OffloadActivations(options), MlpChunks(options),
-        CudaGraphs(options), Masks(),
+        TensorParallel(options), Experts(), Lora(), Packed(options), Float8(options), Memory(options),
+        SequenceParallel(options), OffloadActivations(options), MlpChunks(options), CudaGraphs(options), Masks(),
+        FirstOptions(options),
     ]  # fmt: skip
 
 
 class LayerFeatures:
-    """Creates the objects with which a CheckpointBlock (a sharded layer) recomputes its forward in backward.
+    """Gives `engine` the parts of a block (sharded layer) that are implemented in `features`, such as compilation.
 
-    It implements the interface `engine.blocks.recompute.LayerFeatures`. The code in `engine` calls its methods when a
-    block is created, and does not import the classes of the objects.
+    `engine` must not import `features`. So it calls the methods of this object, which it finds as
+    `World.layer_features`. The interface is documented in `engine.blocks.recompute.LayerFeatures`:
 
-    `check` raises ValueError unless `use_checkpoint` is a value that `auto_wrap` documents. `recompute` creates the
-    policy that decides what to recompute. `replay` creates the object that restores buffers and random generators for a
-    recomputation. `compile` compiles the layer's forward, if requested with CUDA graphs. `inputs` creates a store that
-    keeps block inputs in host memory, or returns None on the CPU.
+    * `check` raises ValueError if the user has passed a `use_checkpoint` that `auto_wrap` does not document.
+    * `recompute` returns the object that decides which forwards of a block are recomputed in backward.
+    * `replay` returns the object that restores a layer's buffers and random generators for a recomputation.
+    * `compile` compiles a block's forward with torch.compile, also with CUDA graphs if the given options request them.
+    * `inputs` returns a new store that keeps the inputs of one model's blocks in host memory, or None on the CPU.
     """
 
     def check(self, use_checkpoint: object) -> None:
@@ -105,12 +105,14 @@ def auto_wrap(
     rank's elements.
 
     After adding parameters such as adapters, call `auto_wrap(model)` again. It shards each new parameter with the block
-    that contains it.
+    or module that contains it. Leave out the other arguments: those of the first call still apply. If you pass an
+    argument that differs from the first call's, ValueError is raised; an argument that has its default value counts as
+    left out. `weights` is only for the first call.
 
     Args:
         model: the model with its weights, on any device; or, if `weights` is passed, on the meta device.
         zero_level: 3 frees a block's full parameters after its forward, and all-gathers them again for its backward. 2
-            keeps them in between. None uses the value given to `init_distributed`.
+            keeps them in memory from forward to backward. None uses the value given to `init_distributed`.
         use_checkpoint: whether to recompute each block in backward instead of keeping its activations. "attention"
             keeps the outputs of attention, and recomputes everything else. "auto" on a GPU measures the first step,
             then recomputes only as much as memory requires. If no block needs recomputation, the remaining memory is
@@ -120,26 +122,30 @@ def auto_wrap(
         blocks: the modules that become blocks, in execution order, instead of the items of the outermost lists. A
             ModuleList or Sequential among them is replaced by its items.
         weights: the folder or file, as for `load`, with the weights of a model that is on the meta device. Each rank
-            reads and keeps only its shard. None: the model has its weights already.
+            keeps only its shards, and reads only these if the format of the files allows it. None: the model has its
+            weights already.
         keep_frozen: whether frozen parameters stay unsharded between steps. True: all. False: none. "auto": as many as
             fit on the GPU, which is measured in the first steps; none on the CPU.
         quantize_frozen: "nf4" or "fp8" quantizes the frozen weight matrices of blocks to 4 or 8 bits, which makes them
             read-only. None quantizes none.
         float8: whether the linear layers in blocks compute in float8. Layers that cannot are logged with the reason.
             "rows" is a synonym of True.
-        keep: modules to exclude from `float8`, with all layers in them. A name such as "down_proj" or "layers.0.mlp"
-            selects every module whose full name in the model contains it between dots.
-        sequence_parallel: the number of consecutive ranks that share each sequence (row of the batch): in blocks, each
-            computes a part of its tokens. Pass complete rows to the model, the same batch on all ranks of such a group.
+        keep: names of modules to exclude from `float8`, with all layers in them. A name matches whole dot-separated
+            parts of a full name: "down_proj" and "layers.0.mlp" both match "model.layers.0.mlp.down_proj"; "proj" does
+            not.
+        sequence_parallel: the number of consecutive ranks that share each sequence (row of the batch). In blocks, each
+            of these ranks computes a part of the sequence's tokens. Pass full rows to the model, and the same batch on
+            all ranks that share them.
         offload_activations: whether to keep the inputs of recomputed blocks in host memory until backward. They are
             copied while the GPU computes. This has no effect on the CPU.
         mlp_chunks: the number of chunks of tokens that the MLP of each block computes one after another. N chunks
             reduce the memory for its intermediate activations to 1/N.
-        cuda_graphs: whether compiled blocks are replayed as CUDA graphs, for layers in which the host needs longer than
-            the GPU: small models, adapters, experts. Needs `compile=True`. The full parameters of blocks, and their
-            activations, then keep their memory from step to step, so frozen blocks stay unsharded even with
-            keep_frozen=False, and keep_frozen="auto" means True. Inputs should have the same shapes in each step,
-            because each shape is recorded. On the CPU there are no graphs; parameters keep their memory all the same.
+        cuda_graphs: whether compiled blocks are replayed as CUDA graphs. This helps if the host takes longer to launch
+            a block's kernels than the GPU takes to run them: in small models, with adapters, with experts. Needs
+            `compile=True`. The full parameters and activations of blocks then keep their memory from step to step, so
+            frozen blocks stay unsharded even with keep_frozen=False, and keep_frozen="auto" means True. Inputs should
+            have the same shapes in each step, because a graph is recorded for each shape. On the CPU no graphs are
+            recorded, but parameters keep their memory there too.
 
     Returns:
         `model`.
@@ -147,7 +153,8 @@ def auto_wrap(
     Raises:
         TypeError: an argument has the wrong type.
         ValueError: the model cannot be sharded (the message says why), or an argument is out of range.
-        RuntimeError: the ranks' models or arguments differ, or this version of torch does not support an argument.
+        RuntimeError: the ranks' models or arguments differ, `weights` cannot be read or do not fit the model, or this
+            version of torch does not support an argument.
 
     Example::
 
@@ -186,9 +193,9 @@ def BMTrainModelWrapper(model: torch.nn.Module, *args: Any, **kwargs: Any) -> to
 
     This is the function for programs that were written for BMTrain. New programs can call `auto_wrap`.
 
-    A model is returned unchanged if it is a TransformerBlockList (a list of sharded layers), or if it contains
-    CheckpointBlocks or DistributedModules (sharded layers or modules) and all its parameters are sharded. The other
-    arguments have no effect then.
+    A model is returned unchanged if it has no parameters, if it is a TransformerBlockList (a list of sharded layers),
+    or if it contains CheckpointBlocks or DistributedModules (sharded layers or modules) and all its parameters are
+    sharded. The other arguments have no effect then.
 
     Args:
         model: the model.
@@ -201,12 +208,15 @@ def BMTrainModelWrapper(model: torch.nn.Module, *args: Any, **kwargs: Any) -> to
     Raises:
         TypeError: an argument has the wrong type.
         ValueError: the model cannot be sharded (the message says why), or an argument is out of range.
-        RuntimeError: the ranks' models or arguments differ, or this version of torch does not support an argument.
+        RuntimeError: the ranks' models or arguments differ, `weights` cannot be read or do not fit the model, or this
+            version of torch does not support an argument.
     """
     expect_module("model", model)
-    if isinstance(model, TransformerBlockList) or (
-        any(isinstance(module, (CheckpointBlock, DistributedModule)) for module in model.modules())
-        and all(isinstance(parameter, DistributedParameter) for parameter in model.parameters())
+    parameters = list(model.parameters())  # empty for an activation function, for example
+    if not parameters or isinstance(model, TransformerBlockList):
+        return model
+    if all(isinstance(parameter, DistributedParameter) for parameter in parameters) and any(
+        isinstance(module, (CheckpointBlock, DistributedModule)) for module in model.modules()
     ):
         return model
     return auto_wrap(model, *args, **kwargs)

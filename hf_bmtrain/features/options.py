@@ -1,4 +1,4 @@
-"""`Options`: the arguments of `auto_wrap` that the features read."""
+"""`Options`: the arguments of `auto_wrap` that the features read, and the check that later calls do not change them."""
 
 from __future__ import annotations
 
@@ -6,13 +6,20 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+import torch
+
 from ..engine.base.arguments import expect_flag, expect_number
-from ..engine.runtime.world import check_zero_level
+from ..engine.runtime.world import check_zero_level, current_world
+from ..engine.wrap.extension import Extension, WrapPlan
 from .packed.arithmetic import QUANTIZE_FROZEN
 
 UseCheckpoint = bool | Literal["attention", "auto"]
 KeepFrozen = bool | Literal["auto"]
 UseFloat8 = bool | Literal["rows"]
+_FIRST = "_bmt_options"
+"""The attribute in which each module outside blocks stores the Options of the `auto_wrap` call that sharded it."""
+_SYNONYMS = ("float8", "rows"), ("compile", "inductor")
+"""Pairs (option, value): passing this value for this option means the same as passing True."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,7 +29,7 @@ class Options:
     The docstring of `auto_wrap` explains each of them. The values are checked when this object is created.
 
     Raises:
-        TypeError, ValueError: a value is not among those that `auto_wrap` documents.
+        TypeError, ValueError: a value is not among those that `auto_wrap` documents, or two values cannot be combined.
     """
 
     zero_level: int
@@ -60,7 +67,8 @@ class Options:
         if self.offload_activations and self.use_checkpoint is False:
             raise ValueError(
                 "offload_activations=True keeps inputs of recomputed blocks in host memory, but use_checkpoint=False "
-                "recomputes none of the blocks. Pass use_checkpoint=True or 'auto', or leave out offload_activations."
+                "recomputes no block. Pass use_checkpoint=True, 'attention' or 'auto', or leave out "
+                "offload_activations."
             )
         expect_flag("cuda_graphs", self.cuda_graphs)
         if self.cuda_graphs:
@@ -73,18 +81,20 @@ class Options:
     def _check_cuda_graphs(self) -> None:
         if self.compile not in (True, "inductor"):
             raise ValueError(
-                "cuda_graphs=True records the graphs of compiled blocks, with the backend 'inductor', but compile is "
+                "cuda_graphs=True needs blocks that are compiled with the backend 'inductor', but compile is "
                 f"{self.compile!r}. Pass compile=True as well."
             )
         others = ("float8", "quantize_frozen", "offload_activations")
         given = [f"{name}={getattr(self, name)!r}" for name in others if getattr(self, name)]
         given += [f"sequence_parallel={self.sequence_parallel}"] if self.sequence_parallel != 1 else []
         if given:
-            raise ValueError(f"cuda_graphs=True cannot be combined with {', '.join(given)}. Leave out one of them.")
+            raise ValueError(
+                f"cuda_graphs=True cannot be combined with {', '.join(given)}. Leave out one or the other."
+            )
 
     @property
     def compile_options(self) -> dict[str, Any] | None:
-        """The keyword arguments of torch.compile that `compile` and `cuda_graphs` stand for; None if not compiled."""
+        """The arguments of torch.compile that `compile` and `cuda_graphs` select; None if blocks are not compiled."""
         if self.compile is False:
             return None
         options: dict[str, Any] = {"backend": "inductor" if self.compile is True else self.compile}
@@ -93,6 +103,61 @@ class Options:
     def facts(self) -> dict[str, Any]:
         """Return {name: value} of all options. `auto_wrap` checks that this dict is the same on all ranks."""
         return {**vars(self), "keep": [*self.keep]}
+
+    def given(self) -> dict[str, Any]:
+        """Return {name: value} of the options that differ from their defaults."""
+        defaults = Options(zero_level=current_world().zero_level).facts()
+        return {name: value for name, value in self.facts().items() if value != defaults[name]}
+
+
+class FirstOptions(Extension):
+    """Refuses options in a later call of `auto_wrap` that differ from those of the call that sharded the model.
+
+    A later call only shards parameters that were added to the model since then, so a different option would have no
+    effect. Instead of ignoring it, `admit` raises ValueError.
+
+    An option that has its default value in the later call is not compared. So the call `auto_wrap(model)`, without
+    options, is always accepted. If the model was sharded without `auto_wrap`, every option that differs from its
+    default is refused.
+
+    Args:
+        options: the arguments that were passed to `auto_wrap`.
+    """
+
+    def __init__(self, options: Options) -> None:
+        self._options = options
+
+    def admit(self, model: torch.nn.Module, late: bool) -> None:
+        given = self._options.given() if late else {}
+        first = [vars(module)[_FIRST].facts() for module in model.modules() if _FIRST in vars(module)]
+        if given and not first:
+            raise ValueError(
+                f"auto_wrap: {_listed(given)} would have no effect, because the CheckpointBlocks or DistributedModules "
+                f"of this {type(model).__name__} were not made by auto_wrap. Call auto_wrap(model) without options."
+            )
+        for known in first:
+            changed = {name: value for name, value in given.items() if _differ(name, value, known[name])}
+            if changed:
+                raise ValueError(
+                    f"auto_wrap: this model was wrapped with {_listed({name: known[name] for name in changed})}, which "
+                    f"a later call cannot change to {_listed(changed)}. Load the model again and pass "
+                    f"{_listed(changed)} in the first call. To shard parameters that were added since, call "
+                    "auto_wrap(model) without options."
+                )
+
+    def connect(self, plan: WrapPlan) -> None:
+        for module in () if plan.late else plan.root:
+            vars(module)[_FIRST] = self._options
+
+
+def _differ(name: str, *values: Any) -> bool:
+    """Return whether two values of the option `name` have different effects. Synonyms of True are equal to True."""
+    first, second = (True if (name, value) in _SYNONYMS else value for value in values)
+    return first != second
+
+
+def _listed(options: dict[str, Any]) -> str:
+    return ", ".join(f"{name}={value!r}" for name, value in options.items())
 
 
 def check_use_checkpoint(use_checkpoint: object) -> None:

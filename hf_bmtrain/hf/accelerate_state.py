@@ -27,15 +27,20 @@ from ..engine.wrap.accelerator import check_accelerator
 def shard_checkpoints(accelerator: Accelerator) -> Accelerator:
     """Make `accelerator.save_state` and `accelerator.load_state` work with a sharded model.
 
-    Call it once, before the first of these methods. Both become collective: every rank must call them.
+    Call this function once, before either method is called. Both methods become collective: every rank must call them.
 
     Each rank writes its own elements of weights and optimizer state, so nothing is gathered, and any number of ranks
     can load the checkpoint. Accelerate writes everything else (schedulers, scaler, samplers, registered objects, random
     states) to the same folder, which is checksummed and then renamed into place.
 
-    Only when the new checkpoint is complete are older ones deleted. `save_state(folder)` keeps one checkpoint: it
-    deletes all older ones in `folder`. With automatic naming, those beyond the `total_limit` of the
-    ProjectConfiguration are deleted (none if it is None).
+    There are two ways to name checkpoints. In both, older checkpoints are deleted only when the new one is complete.
+
+    * By default, `save_state(folder)` saves each checkpoint as a new subfolder of `folder` (checkpoint-1, checkpoint-2
+      and so on), and then deletes the older subfolders. `load_state(folder)` loads the newest intact checkpoint in
+      `folder`.
+    * With `ProjectConfiguration(automatic_checkpoint_naming=True)`, `save_state()` saves each checkpoint as a new
+      folder `project_dir`/checkpoints/checkpoint_N. It keeps the newest `total_limit` checkpoints, or all if this is
+      None. `load_state()` loads the newest intact checkpoint.
 
     Args:
         accelerator: the Accelerator whose two methods are replaced.
@@ -102,13 +107,15 @@ class _AcceleratorStates:
             with self._left_to_accelerate():
                 self._save_state(str(folder), safe_serialization, **options)
 
-        with ExitStack() as stack:  # closing it renames the temporary folder, if `_fresh` has created one, to `root`
+        keep: int | None = 1
+        if automatic:
+            keep = None if limit is None else max(1, limit)  # as in Accelerate, a limit of 0 keeps the new checkpoint
+        with ExitStack() as stack:  # on closing, the temporary folder that `_fresh` may have created becomes `root`
             fresh = _on_first_rank(world, lambda: _refuse_existing(root / name) if name else _fresh(root, stack))
             try:
                 saved = save_state(
                     fresh or root, self._model(), self._optimizers(), extra={"step": self._accelerator.step},
-                    step=iteration if automatic else None, keep=limit and max(1, limit) if automatic else 1,
-                    name=name, add=add,
+                    step=iteration if automatic else None, keep=keep, name=name, add=add,
                 )  # fmt: skip
                 if fresh is not None:
                     let_others_save(fresh)
@@ -126,7 +133,7 @@ class _AcceleratorStates:
 
         Args:
             input_dir: the folder that was passed to `save_state`, or the folder of one checkpoint. If Accelerate names
-                checkpoints (`automatic_checkpoint_naming`), None is the folder `project_dir`/checkpoints.
+                checkpoints (`automatic_checkpoint_naming`), None means the folder `project_dir`/checkpoints.
             load_kwargs: passed to Accelerate's `load_state`.
             **options: passed to Accelerate's `load_state`.
 
@@ -146,9 +153,9 @@ class _AcceleratorStates:
                     "load_state."
                 )
             return self._load_state(input_dir, load_kwargs, **options)
-        resumed, problem = load_state(root, self._model(), self._optimizers(), random=False), None
+        resumed = load_state(root, self._model(), self._optimizers(), random=False)
         assert resumed is not None, root
-        try:
+        with world.raising_everywhere(f"accelerator.load_state: {resumed.folder} cannot be loaded"):
             with self._left_to_accelerate():
                 self._load_state(str(resumed.folder), load_kwargs, **options)
             # Accelerate itself reads the step from the file with this rank's random state. A rank that did not exist
@@ -156,12 +163,9 @@ class _AcceleratorStates:
             if isinstance(resumed.extra, dict):
                 self._accelerator.step = resumed.extra.get("step", self._accelerator.step)
             small_state.restore_random(world, small_state.read(resumed.folder), resumed.step)
-        except Exception as error:
-            problem = f"{type(error).__name__}: {error}"
-        world.raise_everywhere(f"accelerator.load_state: {resumed.folder} cannot be loaded", problem)
         if automatic:
-            used = _on_first_rank(world, lambda: [int(n) for n in re.findall(r"checkpoint_(\d+)\b", _names(root))])
-            configuration.iteration = max(configuration.iteration, 1 + max(used))
+            used = _on_first_rank(world, lambda: re.findall(r"checkpoint_(\d+)\b", "\n".join(os.listdir(root))))
+            configuration.iteration = max(configuration.iteration, 1 + max(map(int, used)))
         return None
 
     def _begin(self, occasion: str) -> World:
@@ -180,10 +184,7 @@ class _AcceleratorStates:
         return models[0] if len(models) == 1 else torch.nn.ModuleList(models)
 
     def _optimizers(self) -> list[torch.optim.Optimizer]:
-        optimizers = list(self._accelerator._optimizers)
-        while any(isinstance(each, AcceleratedOptimizer) for each in optimizers):
-            optimizers = [each.optimizer if isinstance(each, AcceleratedOptimizer) else each for each in optimizers]
-        return optimizers
+        return [unwrapped(optimizer) for optimizer in self._accelerator._optimizers]
 
     @contextmanager
     def _left_to_accelerate(self) -> Iterator[None]:
@@ -201,7 +202,7 @@ class _AcceleratorStates:
         accelerator._optimizers, configuration.automatic_checkpoint_naming = [], False
         # Accelerate passes a list of the weights to save, or of the models to load, to each hook, and afterwards saves
         # or loads what is still in the list. Two more hooks empty the lists. They are registered last, so that the
-        # user's hooks run before and get full lists.
+        # user's hooks run first and get the full lists.
         handles = [
             accelerator.register_save_state_pre_hook(lambda models, weights, folder: weights.clear()),
             accelerator.register_load_state_pre_hook(lambda models, folder: models.clear()),
@@ -213,6 +214,13 @@ class _AcceleratorStates:
                 handle.remove()
             accelerator._models, accelerator._optimizers = models, optimizers
             configuration.automatic_checkpoint_naming = automatic
+
+
+def unwrapped(optimizer: Any) -> torch.optim.Optimizer:
+    """Return the optimizer inside Accelerate's wrappers, or `optimizer` itself if it is not wrapped."""
+    while isinstance(optimizer, AcceleratedOptimizer):
+        optimizer = optimizer.optimizer
+    return optimizer
 
 
 def _on_first_rank(world: World, call: Any) -> Any:
@@ -230,10 +238,6 @@ def _on_first_rank(world: World, call: Any) -> Any:
     return world.control.broadcast_object(found)
 
 
-def _names(folder: Path) -> str:
-    return "\n".join(os.listdir(folder))
-
-
 def _refuse_existing(folder: Path) -> None:
     if folder.exists():
         raise ValueError(
@@ -245,8 +249,9 @@ def _refuse_existing(folder: Path) -> None:
 def _fresh(folder: Path, stack: ExitStack) -> Path | None:
     """Create a temporary folder that is renamed to `folder` when `stack` is closed, so `folder` is never incomplete.
 
-    If `folder` already has contents, they are kept, and no temporary folder is created. Then the caller saves a
-    checkpoint inside `folder`. Returns the temporary folder, or None if none was created.
+    If `folder` already has contents, they are kept, and no temporary folder is created. Instead, temporary folders that
+    killed processes have left beside `folder` are deleted. The caller then saves a checkpoint inside `folder`. Returns
+    the temporary folder, or None if none was created.
     """
     if folder.exists() and os.listdir(folder):
         delete_abandoned(folder)

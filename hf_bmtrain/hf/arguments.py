@@ -58,7 +58,19 @@ def check_model(model: Any) -> None:
 
 
 def check_arguments(args: TrainingArguments, model: torch.nn.Module) -> None:
-    """Raise ValueError if an argument of Trainer does not work with a sharded model."""
+    """Raise an error if an argument of Trainer does not work with a sharded model, such as `auto_find_batch_size=True`.
+
+    BMTrainCallback calls this when it first sees a model, usually when the trainer is constructed. Not collective.
+
+    Args:
+        args: the trainer's arguments.
+        model: the sharded model. Only the dtypes of its parameters are used: the arguments `fp16`, `fp16_full_eval` and
+            `bf16_full_eval` must fit them.
+
+    Raises:
+        ValueError: an argument does not work with a sharded model, or Trainer sees several GPUs in one process.
+        RuntimeError: Accelerate would shard the model itself, or its number of processes is not the number of ranks.
+    """
     if args.auto_find_batch_size:
         raise ValueError(
             "auto_find_batch_size=True does not work with a sharded model: if one rank runs out of memory and tries "
@@ -76,7 +88,7 @@ def check_arguments(args: TrainingArguments, model: torch.nn.Module) -> None:
             raise ValueError(
                 f"{name}=True does not work with several ranks: each rank would run the layers as often as its own "
                 "prompts require, but the ranks must run the layers of a sharded model together. Leave it out; then "
-                "TRL calls generate(), in which every rank runs the layers equally often."
+                "TRL calls generate(), in which every rank runs the layers the same number of times."
             )
     optim = str(getattr(args.optim, "value", args.optim))
     if optim in ("lomo", "adalomo") or (optim.endswith("_layerwise") and current_world().size > 1):
@@ -88,7 +100,7 @@ def check_arguments(args: TrainingArguments, model: torch.nn.Module) -> None:
     for name in ("fsdp", "deepspeed", "parallelism_config"):
         if getattr(args, name, None):
             raise ValueError(
-                f"{name}={getattr(args, name)!r} does not work with a model that hf_bmtrain has sharded, because it "
+                f"{name}={getattr(args, name)!r} does not work with a model that hf_bmtrain has sharded, because this "
                 "would shard or parallelize the model once more. Leave it out."
             )
     if args.n_gpu > 1:
@@ -105,7 +117,7 @@ def check_arguments(args: TrainingArguments, model: torch.nn.Module) -> None:
 def agree_on_arguments(args: TrainingArguments) -> None:
     """Raise RuntimeError if an argument of Trainer that must be the same on all ranks differs between them.
 
-    BMTrainCallback calls this when training begins. Checked are the arguments that determine the updates, the batches,
+    BMTrainCallback calls this when training begins. It checks the arguments that determine the updates, the batches,
     and when collectives are issued, such as `max_steps`. Collective: every rank must call it.
     """
     current_world().check_same_on_all_ranks("Trainer.train", {name: getattr(args, name, None) for name in _EQUAL})
@@ -114,8 +126,8 @@ def agree_on_arguments(args: TrainingArguments) -> None:
 def check_optimizer(optimizer: torch.optim.Optimizer) -> None:
     """Raise RuntimeError if all parameters of `optimizer` are frozen parameters of a sharded model.
 
-    Nothing would be trained then. Usually, adapters were added to the model after the optimizer had been created.
-    BMTrainCallback calls this when training begins.
+    Nothing would be trained then. The usual cause is that adapters were added to the model after the optimizer was
+    created. BMTrainCallback calls this when training begins.
     """
     held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     if held and all(isinstance(p, DistributedParameter) and not p.requires_grad for p in held):

@@ -20,11 +20,11 @@ LEAST_SCALE = 2.0**-24  # training ends with an error if the loss scale falls be
 class BadNumbers:
     """Checks the gradient norm and loss scale that Trainer logs, and finds the source of inf and nan in gradients.
 
-    Trainer applies gradients with inf or nan, as torch does. With a GradScaler it skips such steps, without limit. If a
-    logged gradient norm is not finite (without a GradScaler), or the loss scale is below 1 (with one), this class logs
-    a warning, examines the gradients of the next steps, and logs the rank, layer and parameter where inf or nan first
-    occurred. While gradient norm and loss scale are good, the methods of this class never make the host wait for the
-    device. `end_step` and `look` are collective: every rank must call them.
+    Trainer applies gradients with inf or nan, as torch does. With a GradScaler, Trainer skips steps with such
+    gradients, any number of them in a row. If a logged gradient norm is not finite (without a GradScaler), or the loss
+    scale is below 1 (with one), this class logs a warning, examines the gradients of the next steps, and logs the rank,
+    layer and parameter where inf or nan first occurred. While gradient norm and loss scale are good, the methods of
+    this class never make the host wait for the device. `end_step` and `look` are collective: every rank must call them.
 
     Args:
         parameters: the model's parameters, whose gradients are examined.
@@ -85,7 +85,7 @@ class BadNumbers:
         if self._logs >= LIMIT if scale is None else scale < LEAST_SCALE:
             raise RuntimeError(
                 f"Training no longer makes progress: {problem}. Resume from an earlier checkpoint with a lower "
-                "learning rate, or without the data that cause this (the log names block and rank). If you write the "
+                "learning rate, or without the data that cause this (see the log). If you write the "
                 "training loop yourself, OptimManager skips the steps whose gradients are inf or nan."
             )
         if current_world().rank == 0:
@@ -94,7 +94,7 @@ class BadNumbers:
             _watcher().watch(self, self._parameters)
 
     def _spoilt(self) -> str:
-        """Return a text with the number of parameters that contain inf or nan on at least one rank.
+        """Return a clause with the number of parameters that contain inf or nan on at least one rank.
 
         Collective: every rank must call it.
         """

@@ -10,7 +10,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from accelerate.optimizer import AcceleratedOptimizer
 from transformers import TrainerCallback
 
 from ..engine.base.arguments import expect_flag
@@ -21,12 +20,13 @@ from ..engine.wrap.accelerator import HAD_CALLBACK
 from ..engine.wrap.refuse import holds_additions
 from ..features.auto_wrap import auto_wrap
 from ..features.router import RouterLoad
+from .accelerate_state import unwrapped
 from .arguments import agree_on_arguments, check_arguments, check_model, check_optimizer, warn_of_missing_masters
 from .bad_numbers import BadNumbers
 from .calling_trainer import calling_trainer, resumed_folder
-from .checkpoints import TrainerCheckpoints, set_aside_incomplete, writes_own_weights
+from .checkpoints import TrainerCheckpoints, allow_references, set_aside_incomplete, writes_own_weights
 from .losses.hooks import claim_hooks
-from .losses.mean import follow_mean_loss
+from .losses.mean import follow_loss_function, follow_mean_loss
 from .losses.router import average_router_loss
 from .losses.short_batch import follow_short_batch
 from .losses.short_training_batch import follow_short_training_batch
@@ -35,27 +35,32 @@ from .shared_rows import count_rows_once, follow_shared_rows
 from .speed import ParameterCount, Speedometer
 from .staging import StagedWeights
 from .termination import Termination
+from .undivided import UndividedBatches
 
 _log = logging.getLogger("hf_bmtrain")
 _FLAGS = ("should_training_stop", "should_epoch_stop", "should_save", "should_evaluate", "should_log")
 
 
 class BMTrainCallback(TrainerCallback):
-    """Trains a sharded model with Hugging Face's Trainer.
+    """Callback that makes Hugging Face's Trainer work with a sharded model.
 
-    When the trainer is constructed, the callback raises an error for arguments that do not work with a sharded model,
-    and shards adapters that the trainer added. If `torch_compile` is set, it compiles the blocks (transformer layers).
-    In each save, every rank writes its own elements of weights and optimizer state to the checkpoint. The full weights
-    are also gathered, and rank 0 saves them, if the model has adapters, if `tp_size` has split its weights, if its
-    class overrides `save_pretrained`, or if it is not a model of transformers.
+    * When the trainer is constructed, the callback raises an error for arguments that do not work with a sharded model,
+      and shards adapters that the trainer added.
+    * When training begins, it loads the weights and optimizer state if Trainer resumes from a checkpoint. If
+      `torch_compile` is set, it compiles the blocks (transformer layers).
+    * In each save, every rank writes its own elements of weights and optimizer state to the checkpoint. In four cases,
+      the ranks write only trained weights in this way, and the full weights are also gathered on rank 0, where Trainer
+      then saves the model: the model has adapters, `tp_size` has split its weights, its class overrides
+      `save_pretrained`, or it is not a model from transformers.
 
-    To each log entry with the training loss, it adds samples_per_second and tokens_per_second (over all ranks),
-    model_tflops_per_device, peak_memory_gib (the largest of any rank) and, with loss scaling, loss_scale. For mixtures
-    of experts, it also adds router/busiest_share (the largest share of a layer's tokens that any expert got),
-    router/unused_experts (the number of experts without tokens) and router/aux_loss.
+    To each log entry with the training loss, the callback adds samples_per_second (over all ranks), peak_memory_gib
+    (the largest of any rank) and, if they are known, tokens_per_second (over all ranks) and model_tflops_per_device.
+    With loss scaling, it adds loss_scale. For mixtures of experts, it adds router/busiest_share (the largest share of a
+    layer's tokens that any expert got), router/unused_experts (the number of experts without tokens) and, if the model
+    returns an auxiliary loss, router/aux_loss.
 
-    It also checks each entry with the training loss. An entry is bad if its gradient norm is inf or nan or, with loss
-    scaling, if its loss scale is below 1. (With loss scaling, the norm is not checked.)
+    The callback also checks each entry with the training loss. Without loss scaling, an entry is bad if its gradient
+    norm is inf or nan. With loss scaling, an entry is bad if its loss scale is below 1, and the norm is not checked.
 
     * A bad entry is reported in a warning. The gradients of up to 16 of the next steps are then examined. If inf or nan
       occurs again, another warning names the block, parameter and rank, and the examination ends.
@@ -66,17 +71,18 @@ class BMTrainCallback(TrainerCallback):
     of the ranks.
 
     Put this callback last in `callbacks`, so that it sees the flags that other callbacks set after a step. Reporters
-    such as TensorBoard run before it and do not receive its numbers; with `bmt.hf.Trainer` they do.
+    such as TensorBoard run before it, so they do not receive the numbers that it adds to log entries. With
+    `bmt.hf.Trainer` they do.
 
     Args:
         save_on_sigterm: when any rank receives SIGTERM, save a checkpoint at the end of the step and exit all ranks
             with status 143. For this, the ranks exchange a message after every step, which takes about a millisecond.
-        average_router_loss: whether the auxiliary loss of the routers of a mixture of experts counts as its mean over
-            the micro-batches of a step and the ranks, so that its coefficient (such as `router_aux_loss_coef`) is the
-            effective one. False leaves it as Trainer computes it, the sum over micro-batches and ranks: the effective
-            coefficient is then larger, by the number of micro-batches in a step times the number of ranks. (Ranks that
-            share the same rows count as one. With `average_tokens_across_devices=False`, Trainer sums over
-            micro-batches only.)
+        average_router_loss: for a mixture of experts, how to combine the auxiliary losses of the routers from the
+            micro-batches of a step and from the ranks. True: they are averaged, so their effective coefficient is the
+            configured one, such as `router_aux_loss_coef`. False: they are summed, as Trainer does, so the effective
+            coefficient is the configured one times the number of micro-batches in a step times the number of ranks. (In
+            this product, ranks that share the same rows count as one. With `average_tokens_across_devices=False`,
+            Trainer sums over micro-batches only.)
 
     Example::
 
@@ -86,6 +92,7 @@ class BMTrainCallback(TrainerCallback):
     def __init__(self, save_on_sigterm: bool = False, average_router_loss: bool = True) -> None:
         expect_flag("save_on_sigterm", save_on_sigterm)
         expect_flag("average_router_loss", average_router_loss)
+        allow_references()
         self._save_on_sigterm = save_on_sigterm
         self._average_router_loss = average_router_loss
         self._termination: Termination | None = None
@@ -96,17 +103,19 @@ class BMTrainCallback(TrainerCallback):
         self._router: RouterLoad | None = None
         self._numbers: BadNumbers | None = None
         self._ahead: RunAhead | None = None
+        self._undivided: UndividedBatches | None = None
         self._compiled = False
         self._report: dict[str, float] = {}
 
     # -- start and end ------------------------------------------------------------------------------------------
 
     def on_init_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
-        if holds_additions(model):  # adapters that the trainer itself added (TRL's peft_config=)
+        if holds_additions(model):  # the trainer has added adapters (TRL's peft_config=)
             auto_wrap(model)
         self._adopt(args, model)
         self._prepare_saves()
         self._follow_losses(model)
+        self._follow_errors()
         world, problem = current_world(), None
         world.barrier("Trainer(...)")
         if world.rank == 0:
@@ -125,7 +134,7 @@ class BMTrainCallback(TrainerCallback):
             check_arguments(args, model)
             follow_shared_rows(model, args)
             # Trainer calls `num_parameters` after each micro-batch, for its total_flos. The model's own method is slow
-            # for sharded parameters, and of weights that `tp_size` splits, it counts only this rank's part.
+            # for sharded parameters, and counts only this rank's part of weights that `tp_size` splits.
             if hasattr(model, "num_parameters"):
                 model.num_parameters = ParameterCount(model)
         # A model has one StagedWeights, which all its Trainers use. Another Trainer's callback may have created it.
@@ -152,9 +161,11 @@ class BMTrainCallback(TrainerCallback):
             return
         setattr(trainer, HAD_CALLBACK, True)
         # This method is called in `on_init_end` and again when training begins. `count_rows_once` must run both times,
-        # because TRL's trainers are not completely constructed in `on_init_end`. The other functions must not add their
-        # hooks twice: if the model already has the hooks of this trainer, `claim_hooks` returns False.
+        # because TRL's trainers are not completely constructed in `on_init_end`, and so must `follow_loss_function`,
+        # because a program may set the function in between. The other functions must not add their hooks twice: if the
+        # model already has the hooks of this trainer, `claim_hooks` returns False.
         count_rows_once(trainer)
+        follow_loss_function(trainer)
         if not claim_hooks(model, trainer):
             return
         is_mean = follow_mean_loss(model, trainer)
@@ -163,17 +174,45 @@ class BMTrainCallback(TrainerCallback):
         if self._average_router_loss:
             average_router_loss(model, trainer, is_mean)
 
+    def _follow_errors(self) -> None:
+        """Make the Trainer's `train` restore the handler of SIGTERM if it raises: `on_train_end` does not run then.
+
+        If the callback was added to an existing Trainer (`add_callback`), this affects only later calls of `train`: the
+        one that is running when `on_train_begin` is called cannot be replaced.
+        """
+        trainer: Any = calling_trainer()
+        if trainer is None or not self._save_on_sigterm:
+            return
+        train = vars(trainer).get("train")
+        if not (isinstance(train, functools.partial) and train.func == self._train):
+            trainer.train = functools.partial(self._train, trainer.train)
+
+    def _train(self, train: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        try:
+            return train(*args, **kwargs)
+        finally:
+            if self._termination is not None:
+                self._termination.close()
+                self._termination = None
+
     def on_train_begin(
         self, args: Any, state: Any, control: Any, model: Any = None, optimizer: Any = None, **kwargs: Any
     ) -> None:
+        if state.is_hyper_param_search and args.save_strategy != "no":
+            raise ValueError(
+                "Trainer.hyperparameter_search saves the checkpoints of each trial to a folder of its own (run-0, "
+                "run-1 and so on), which BMTrainCallback does not support. Pass save_strategy='no' in "
+                "TrainingArguments for the search, and then train with the best values and save."
+            )
         self._adopt(args, model)
         self._prepare_saves()
         self._follow_losses(model)
+        self._follow_errors()
         self._close()
         agree_on_arguments(args)
-        check_optimizer(_inner(optimizer))
-        warn_of_missing_masters(model, _inner(optimizer))
-        self._checkpoints = TrainerCheckpoints(model, _inner(optimizer), args)
+        check_optimizer(unwrapped(optimizer))
+        warn_of_missing_masters(model, unwrapped(optimizer))
+        self._checkpoints = TrainerCheckpoints(model, unwrapped(optimizer), args)
         self._checkpoints.load(resumed_folder())
         self._speed = Speedometer(model)
         self._router = RouterLoad(model)
@@ -181,6 +220,7 @@ class BMTrainCallback(TrainerCallback):
             count.renew()
         self._numbers = BadNumbers(model.parameters())
         self._ahead = RunAhead(calling_trainer(), kwargs.get("train_dataloader"))
+        self._undivided = UndividedBatches(model, kwargs.get("train_dataloader"))
         self._termination = Termination() if self._save_on_sigterm else None
         if args.torch_compile and not self._compiled:
             for block in model.modules():
@@ -197,17 +237,19 @@ class BMTrainCallback(TrainerCallback):
     def _close(self) -> None:
         if self._checkpoints is not None:  # if training failed during a save, delete the incomplete checkpoint
             self._checkpoints.withdraw()
-        for part in (self._speed, self._router, self._termination, self._numbers, self._ahead):
+        for part in (self._speed, self._router, self._termination, self._numbers, self._ahead, self._undivided):
             if part is not None:
                 part.close()
         self._checkpoints = self._speed = self._router = self._termination = self._numbers = self._ahead = None
+        self._undivided = None
 
     # -- checkpoints --------------------------------------------------------------------------------------------
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         assert self._weights is not None and self._checkpoints is not None and self._speed is not None
         self._weights.drop()
-        # A save is unfinished if the user's program itself called `_save_checkpoint`: Trainer then calls no `on_save`.
+        # A save is unfinished if the user's program itself called `_save_checkpoint`: then Trainer does not call
+        # `on_save`.
         if self._checkpoints.staged is not None:
             current_world().barrier("a save")  # wait until every rank has written its random state
             self._checkpoints.withdraw()
@@ -247,7 +289,7 @@ class BMTrainCallback(TrainerCallback):
     def _save_checkpoint(self, trainer: Any, save: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Write all ranks' parts of a checkpoint, and then call `save`, the Trainer's own `_save_checkpoint`.
 
-        Collective: every rank must call it. Outside training, it only calls `save`.
+        Collective: every rank must call it. Outside training, this method only calls `save`.
         """
         if self._checkpoints is not None:
             assert self._weights is not None and self._speed is not None
@@ -289,20 +331,19 @@ class BMTrainCallback(TrainerCallback):
             self._weights.drop()
             if self._terminating:
                 self._close()
-                _log.warning("received SIGTERM: saved %s, exiting", self._folder(args, state))
+                _log.warning(
+                    "a rank received SIGTERM: the checkpoint %s is saved, and this rank exits with status 143",
+                    os.path.join(str(args.output_dir), f"checkpoint-{state.global_step}"),
+                )
                 raise SystemExit(128 + signal.SIGTERM)
-
-    @staticmethod
-    def _folder(args: Any, state: Any) -> str:
-        return os.path.join(str(args.output_dir), f"checkpoint-{state.global_step}")
 
     # -- logs ---------------------------------------------------------------------------------------------------
 
     def take_report(self, logs: dict[str, float]) -> None:
-        """Add the metrics that this callback has measured (such as tokens_per_second) to a log entry, and forget them.
+        """Add the metrics that this callback has measured (such as tokens_per_second) to a log entry, and clear them.
 
         You need not call it. The callback calls it in `on_log`, and `bmt.hf.Trainer` at the beginning of `log`, so that
-        reporters which run before this callback also get the metrics. Not collective.
+        reporters that run before this callback also get the metrics. Not collective.
 
         Args:
             logs: the entry. It is changed, in place, only if it has the key "loss".
@@ -335,9 +376,9 @@ def _average_train_loss(trainer: Any) -> None:
 def _compare(control: Any, when: str) -> None:
     """Check that the flags in Trainer's control (such as `should_save`) are the same on all ranks.
 
-    Every rank must call this, but it does not wait for the others: it adds the flags to this rank's list of operations,
-    which is compared with the lists of other ranks. If the flags differ, one of the ranks raises RuntimeError, here or
-    in its next operation.
+    Every rank must call this, but no rank waits: the function adds the flags to this rank's list of operations, which
+    is compared with the lists of other ranks. If the flags differ, at least one rank raises RuntimeError, here or in
+    its next operation.
 
     Args:
         control: Trainer's TrainerControl.
@@ -350,15 +391,9 @@ def _flags(control: Any) -> str:
     return " and ".join(name for name in _FLAGS if getattr(control, name)) or "no flag"
 
 
-def _inner(optimizer: Any) -> Any:
-    while isinstance(optimizer, AcceleratedOptimizer):
-        optimizer = optimizer.optimizer
-    return optimizer
-
-
 def _loss_scale(optimizer: Any) -> dict[str, float]:
     """Return {"loss_scale": the optimizer's loss scale}, or {} if it has none."""
-    scaler, inner = getattr(optimizer, "scaler", None), _inner(optimizer)
+    scaler, inner = getattr(optimizer, "scaler", None), unwrapped(optimizer)
     if scaler is not None:
         return {"loss_scale": float(scaler.get_scale())}
     if isinstance(inner, AdamOptimizer) and inner.loss_scale is not None:

@@ -13,13 +13,15 @@ from transformers import Trainer, trainer
 def calling_trainer() -> Trainer | None:
     """Return the Trainer that calls this function, directly or indirectly, or None if no Trainer does.
 
-    If several do, because one Trainer runs inside another, return the innermost.
+    BMTrainCallback calls this, because it must change methods of the Trainer (to save checkpoints, for example), but
+    Trainer does not pass itself to callbacks. The Trainer is found on the call stack of this thread. If there are
+    several, because one Trainer runs inside another, the result is the innermost.
     """
     return next((frame.f_locals["self"] for frame in _trainer_frames()), None)
 
 
 def resumed_folder() -> str | None:
-    """Return the checkpoint folder from which the calling Trainer resumes, or None if it starts a new training.
+    """Return the checkpoint folder from which the calling Trainer resumes, or None if it does not resume.
 
     The calling Trainer is the one whose `train` calls this function, directly or indirectly. BMTrainCallback calls this
     function when training begins, to load the sharded weights and the optimizer state from the folder, because Trainer

@@ -31,7 +31,45 @@ from ..engine.wrap.accelerator import ranks_per_row
 
 _log = logging.getLogger("hf_bmtrain")
 _REFERENCE = "hf_bmtrain"
-_EARLIER = "earlier-"  # how the name of a checkpoint begins while another one of the same step is saved
+_EARLIER = "earlier-"  # prefixed to the name of a checkpoint while a new checkpoint of its step is saved
+
+
+def optimizer_state_needs_BMTrainCallback(identity: str, folder: str) -> dict[str, str]:
+    """Return a reference to the checkpoint that has the optimizer state, as a dict. `torch.load` calls this function.
+
+    `TrainerCheckpoints.save` writes the optimizer state to separate files of the checkpoint. Trainer's `optimizer.pt`
+    contains, in place of the state, a pickled call of this function. BMTrainCallback allows `torch.load` to make this
+    call (see `allow_references`).
+
+    In a program without BMTrainCallback, `torch.load` (with weights_only=True, as in Trainer) refuses the call. Its
+    error contains the name of this function, which tells the user what is missing. Without the error, Trainer would
+    load the parameter groups, and train on with an empty optimizer state.
+
+    Args:
+        identity: the id that `TrainerCheckpoints.save` gave the checkpoint.
+        folder: the path of the checkpoint's folder when it was saved.
+
+    Returns:
+        A dict with the keys "id" and "folder".
+    """
+    return {"id": identity, "folder": folder}
+
+
+def allow_references() -> None:
+    """Allow `torch.load` to read the `optimizer.pt` of a sharded model, from now on in this process.
+
+    BMTrainCallback calls this function, because it loads the optimizer state to which such a file only refers. (torch's
+    context manager `safe_globals`, which allows a function for a limited time, is not used: leaving one such context
+    also ends all other permissions for the same function.)
+    """
+    torch.serialization.add_safe_globals([optimizer_state_needs_BMTrainCallback])
+
+
+class _Reference(dict):
+    """The id and the folder of a checkpoint, pickled as a call of `optimizer_state_needs_BMTrainCallback`."""
+
+    def __reduce__(self):
+        return optimizer_state_needs_BMTrainCallback, (self["id"], self["folder"])
 
 
 class TrainerCheckpoints:
@@ -42,8 +80,8 @@ class TrainerCheckpoints:
     checksums of Trainer's files and deletes older checkpoints. (Trainer itself would delete them on rank 0 while other
     ranks still write.) `withdraw` ends a save that is not completed.
 
-    If a checkpoint of step N exists already, `save` renames it to `earlier-checkpoint-N`. `complete` deletes it;
-    `withdraw` gives it the name `checkpoint-N` again if the new checkpoint is incomplete.
+    If a checkpoint of step N exists already, `save` renames it to `earlier-checkpoint-N`. `complete` deletes the
+    renamed checkpoint. `withdraw` gives it the name `checkpoint-N` again if the new checkpoint is incomplete.
 
     On resuming, with any number of ranks, Trainer loads `optimizer.pt`, and then `load` loads the weights and the
     optimizer state. Creating the object is collective: every rank must do it.
@@ -73,6 +111,16 @@ class TrainerCheckpoints:
 
     def save(self, step: int) -> None:
         """Save weights and optimizer state to the folder checkpoint-`step`, before Trainer writes its own files there.
+
+        The optimizer state is left out if Trainer's `save_only_model` is set. Which weights this method saves depends
+        on `writes_own_weights(model)`:
+
+        * True: all weights. Each rank writes its own elements. When Trainer saves the model to the same folder
+          afterwards, BMTrainCallback prevents it from writing the weights again.
+        * False: only the weights that are trainable now or, if sharded, were trained earlier. Afterwards, Trainer saves
+          the model itself, usually with `save_pretrained`.
+
+        Buffers are saved in both cases.
 
         Collective: every rank must call it. After this call and until `complete` or `withdraw`, the optimizer's
         state_dict() returns only the parameter groups and a reference to the folder, so that Trainer does not write the
@@ -143,8 +191,13 @@ class TrainerCheckpoints:
     def withdraw(self) -> None:
         """End a `save` that is not followed by `complete`, for example because Trainer failed in between.
 
-        Restore the optimizer's own state_dict(), which `save` has replaced on every rank. Rank 0 deletes the checkpoint
-        if some of Trainer's files are missing, and then gives an earlier checkpoint of the same step its name again.
+        Every rank restores the optimizer's own state_dict(), which `save` has replaced. Then rank 0 checks whether
+        Trainer has written all of its own files to the checkpoint-N that `save` has created:
+
+        * If some are missing or unreadable, rank 0 deletes checkpoint-N. If `save` had renamed an older checkpoint of
+          step N to earlier-checkpoint-N, that checkpoint gets the name checkpoint-N again.
+        * Otherwise checkpoint-N is kept, and rank 0 deletes earlier-checkpoint-N if there is one.
+
         Not collective: ranks do not wait for each other. Without a `save` before, it does nothing.
         """
         folder = self._forget()
@@ -175,7 +228,7 @@ class TrainerCheckpoints:
                 numbers = list(range(count, count + len(group["params"])))
                 groups.append({**group, "params": numbers})
                 count += len(numbers)
-            groups[0][_REFERENCE] = dict(reference)
+            groups[0][_REFERENCE] = _Reference(reference)
             # Trainer calls state_dict() shortly before it would delete old checkpoints. So hide save_total_limit from
             # it here; `_forget` restores it.
             if self._args.save_total_limit is not None:
@@ -196,30 +249,37 @@ class TrainerCheckpoints:
             self._args.save_total_limit, self._limit = self._limit, None
         if reference is None:
             return None
-        del self._optimizer.state_dict  # set by `_refer` on the instance; it hides the method of the class
+        del self._optimizer.state_dict  # set by `_refer`; without it, the method of the class is used
         return Path(reference["folder"])
 
     def load(self, folder: str | None) -> None:
         """Load the weights and optimizer state of the checkpoint from which Trainer resumes, if `save` wrote them.
 
-        Called when training begins. Trainer has then already loaded the checkpoint's `optimizer.pt` into the optimizer.
-        This file does not contain the optimizer state. It contains only the parameter groups, and the id and folder of
-        the checkpoint, in whose other files the state is. This method removes the id and the folder from the optimizer,
-        and loads the state. Collective: every rank must call it.
+        Called when training begins. Collective: every rank must call it.
 
-        Parameters are loaded although Trainer may have loaded them already, because Trainer does not verify checksums.
-        They remain as Trainer has loaded them in two cases: `save_pretrained` wrote them (see `writes_own_weights`), or
-        the user has replaced the checkpoint's weight files. Trainer's own files are verified too, including files that
-        Trainer loads later.
+        Trainer has by then loaded the checkpoint's `optimizer.pt` into the optimizer. This file contains only the
+        parameter groups and a reference, which is the id and the folder of the checkpoint. This method removes the
+        reference from the optimizer, and loads the optimizer state from the checkpoint's other files. If the checkpoint
+        was saved without optimizer state, it is only verified, because Trainer has already loaded the weights.
+
+        With the optimizer state, the parameters and buffers are loaded too. Trainer may have loaded them already, but
+        it does not verify checksums, and for a model with adapters it loads only what PEFT has saved: no trained
+        weights of the base, for example. There are two cases in which the parameters stay as Trainer has loaded them:
+
+        * The user has replaced the weight files of the checkpoint by other files. The buffers then stay, too.
+        * `save_pretrained` wrote the weights, not `save` (see `writes_own_weights`), and the checkpoint has no
+          checksums of them, because the user has deleted complete.json to replace them. A warning says so.
+
+        The files that Trainer itself wrote are also verified, even those that Trainer loads only after this call.
 
         Args:
             folder: the checkpoint from which Trainer resumes, or None if Trainer does not resume. With None, nothing is
-                loaded, with one exception: if the user's program itself has called `optimizer.load_state_dict` with the
-                contents of an `optimizer.pt`, the checkpoint that this file names is loaded.
+                loaded, unless the optimizer has a reference because the user's program itself passed the contents of an
+                `optimizer.pt` to `optimizer.load_state_dict`. The checkpoint in the reference is then loaded.
 
         Raises:
-            RuntimeError: on every rank, if the checkpoint is incomplete or damaged, if its `optimizer.pt` names another
-                checkpoint, or if it has optimizer state but Trainer did not load its `optimizer.pt`.
+            RuntimeError: on every rank, if the checkpoint is incomplete or damaged, if its `optimizer.pt` refers to a
+                different checkpoint, or if it has optimizer state but Trainer did not load its `optimizer.pt`.
         """
         reference = self._optimizer.param_groups[0].pop(_REFERENCE, None)
         if reference is None:
@@ -230,30 +290,31 @@ class TrainerCheckpoints:
         if current_world().control.broadcast_object(_identity(place) != reference["id"]):
             _raise_if_damaged(place, _damage)
             raise RuntimeError(
-                f"The checkpoint {place} has the optimizer.pt of another checkpoint, {reference['folder']}. Restore "
-                "its own files, or resume from another checkpoint."
+                f"The checkpoint {place} has the optimizer.pt of a different checkpoint, {reference['folder']}. "
+                "Restore its own files, or resume from another checkpoint."
             )
         _raise_if_damaged(place, _damage_of_added)
         saved, rows = _extra(place).get("rows"), self._rows_per_step()
         if saved not in (None, rows) and not self._args.ignore_data_skip and current_world().rank == 0:
             _log.warning(
-                "The checkpoint %s was saved by a training with %d rows a step, but this training has %d. Trainer "
-                "finds its place in the epoch by counting steps, so it will leave rows out or train on some twice. Set "
-                "per_device_train_batch_size or gradient_accumulation_steps so that a step has %d rows.",
+                "The checkpoint %s was saved by a training run with %d rows per step, but this run has %d rows per "
+                "step. Trainer finds its place in the epoch by counting steps, so it will skip some rows or train on "
+                "some twice. Set per_device_train_batch_size or gradient_accumulation_steps so that a step has %d "
+                "rows.",
                 place, saved, rows, saved,
             )  # fmt: skip
-        # `load_state` replaces the parameter groups by those that `save` has stored. Trainer has already loaded newer
-        # ones from optimizer.pt, which it wrote after `save`: a scheduler may have changed the groups in between. So
-        # put the newer ones back afterwards.
+        # `load_parts` replaces the parameter groups by those that `save` has stored. Trainer has already loaded newer
+        # groups from optimizer.pt, which it wrote after `save`: a scheduler may have changed the groups in between. So
+        # put the newer groups back afterwards.
         groups = [{**group} for group in self._optimizer.param_groups]
-        # The parameters are left as Trainer has loaded them in two cases: the checkpoint has the weights that the
-        # model's `save_pretrained` wrote (`own` is False), or the user has replaced its weight files (`replaced`).
-        # Buffers are left so only in the second case. They may differ between ranks, but Trainer does not load each
-        # rank's own: of a model with adapters, it loads no buffers; of others, it loads those of rank 0 on every rank.
+        # If the user has replaced the weights, the parameters stay as Trainer has loaded them. Buffers are loaded here
+        # unless the replaced files have them. They may differ between ranks, but Trainer does not load each rank's own
+        # buffers: for a model with adapters, it loads none, and for other models, every rank loads those of rank 0.
         own = writes_own_weights(self._model)
-        replaced = own and _weights_were_replaced(place)
-        parts = {"parameters": own and not replaced, "buffers": not replaced}
-        load_parts(place, self._model, self._optimizer, **parts, random=False)
+        replaced = _weights_were_replaced(place) if own else _weights_may_be_replaced(place)
+        load_parts(
+            place, self._model, self._optimizer, parameters=not replaced, buffers=not (own and replaced), random=False
+        )
         for group, loaded in zip(self._optimizer.param_groups, groups):
             group.update(loaded)
 
@@ -308,7 +369,7 @@ def newest_complete(output_dir: str | os.PathLike) -> Path | None:
         The folder; None if `output_dir` does not exist or has no checkpoint.
 
     Raises:
-        RuntimeError: no checkpoint is intact.
+        RuntimeError: there are checkpoints, but none is intact.
     """
     world = current_world()
     folders = world.control.broadcast_object(_by_step(output_dir) if world.rank == 0 else None)
@@ -342,7 +403,7 @@ def find_damage(folder: Path) -> str | None:
 def _ask(folder: Path, look: Callable[[Path, int, int], str | None]) -> str | None:
     """Search a checkpoint for damage on every rank. Return a description of the damage, or None if no rank finds any.
 
-    The result is the same on every rank: the description by the lowest rank that finds damage. Collective: every rank
+    The result is the same on every rank: the description from the lowest rank that finds damage. Collective: every rank
     must call it.
 
     folder: the checkpoint.
@@ -364,8 +425,8 @@ def set_aside_incomplete(output_dir: str | os.PathLike) -> None:
     Rank 0 alone calls this, when a Trainer is created. A checkpoint that `TrainerCheckpoints.save` has written is
     incomplete if a file that Trainer adds is missing or cannot be read, for example because the job was killed.
 
-    * An incomplete checkpoint-N is renamed to incomplete-checkpoint-N. All folders with such a name that earlier calls
-      have left are deleted first.
+    * An incomplete checkpoint-N is renamed to incomplete-checkpoint-N. Folders with such names that earlier calls have
+      left are deleted first.
     * An earlier-checkpoint-N is the previous checkpoint of step N, which `save` renamed when it saved step N again. It
       is deleted if the new checkpoint-N is complete. Otherwise it gets the name checkpoint-N again.
 
@@ -382,7 +443,8 @@ def set_aside_incomplete(output_dir: str | os.PathLike) -> None:
     root = Path(output_dir).resolve()
     keeper = current_world().kept.get(root)
     held = None
-    # If this process has locked the folder already, do not lock it again: closing a second file would end both locks.
+    # If this process holds the folder's lock already, do not lock the folder a second time: a process loses all its
+    # locks on a file when it closes any descriptor of that file.
     if keeper is None or keeper.lock is None:
         try:
             held = lock(root)
@@ -405,7 +467,7 @@ def set_aside_incomplete(output_dir: str | os.PathLike) -> None:
 def _set_aside(output_dir: str | os.PathLike, incomplete: dict[Path, str], earlier: list[Path]) -> None:
     """Rename incomplete checkpoints, and delete the earlier checkpoints of a step or give them their names back.
 
-    This is the work of `set_aside_incomplete`, which describes it, once the folder is locked.
+    `set_aside_incomplete`, whose docstring describes these changes, calls this function after it has locked the folder.
 
     output_dir: the folder that contains Trainer's checkpoints.
     incomplete: {incomplete checkpoint: why it cannot be used, for the log}.
@@ -418,8 +480,8 @@ def _set_aside(output_dir: str | os.PathLike, incomplete: dict[Path, str], earli
         os.rename(folder, aside)
         _log.warning(
             "Trainer did not finish saving the checkpoint %s (%s). It was renamed to %s, so that "
-            "resume_from_checkpoint=True uses the newest of the others. It is deleted when another incomplete "
-            "checkpoint is found",
+            "resume_from_checkpoint=True uses the newest of the others. The renamed folder will be deleted when "
+            "another incomplete checkpoint is found",
             folder, missing, aside.name,
         )  # fmt: skip
     for each in earlier:
@@ -427,9 +489,11 @@ def _set_aside(output_dir: str | os.PathLike, incomplete: dict[Path, str], earli
 
 
 def _set_earlier_aside(folder: Path) -> None:
-    """Rename the checkpoint `folder`, if it exists, until a new one of the same step is complete.
+    """Rename the checkpoint `folder`, if it exists, from checkpoint-N to earlier-checkpoint-N.
 
-    Symbolic links are not renamed: `save_state` replaces the link, and does not change the checkpoint behind it.
+    Called before a new checkpoint of step N is saved. `_settle_earlier` later deletes the renamed checkpoint, or gives
+    it its own name again. Symbolic links are not renamed: `save_state` replaces the link, and does not change the
+    checkpoint behind it.
     """
     _settle_earlier(folder)  # an earlier save of this step may not have been completed
     earlier = folder.with_name(_EARLIER + folder.name)
@@ -440,8 +504,8 @@ def _set_earlier_aside(folder: Path) -> None:
 def _settle_earlier(folder: Path) -> None:
     """Decide which checkpoint of a step remains, if `_set_earlier_aside` has renamed an earlier one.
 
-    If the new checkpoint, `folder`, is complete, delete the earlier one. If it does not exist, give the earlier one its
-    own name again. If it is incomplete, change nothing. Errors are logged.
+    If the new checkpoint, `folder`, is complete, delete the earlier one. If the new one does not exist, give the
+    earlier one its own name again. If the new one is incomplete, change nothing. Errors are logged.
     """
     earlier = folder.with_name(_EARLIER + folder.name)
     if not earlier.exists():
@@ -451,10 +515,9 @@ def _settle_earlier(folder: Path) -> None:
             os.rename(earlier, folder)
         except OSError as error:
             _log.warning(
-                "the checkpoint %s was renamed to %s while a new checkpoint of the same step was being saved. The new "
-                "one was not saved completely and does not exist, but renaming the earlier one back failed. To use it, "
-                "rename its folder by hand from the second of these names to the first. The error was: %s",
-                folder, earlier.name, error,
+                "the new checkpoint %s was not saved completely. The earlier checkpoint of the same step, which had "
+                "been renamed to %s, could not be renamed back. To use it, rename it to %s by hand. The error was: %s",
+                folder, earlier.name, folder.name, error,
             )  # fmt: skip
     elif _missing(folder) is None:
         remove(earlier, folder)
@@ -466,22 +529,28 @@ def _by_step(output_dir: str | os.PathLike) -> list[Path]:
     with contextlib.suppress(FileNotFoundError, NotADirectoryError):
         for path in Path(output_dir).absolute().iterdir():
             prefix, _, step = path.name.rpartition("-")
-            if prefix == PREFIX_CHECKPOINT_DIR and step.isdigit() and path.is_dir():
+            if prefix == PREFIX_CHECKPOINT_DIR and step.isdecimal() and path.is_dir():
                 found.append((int(step), path))
     return [path for _, path in sorted(found, reverse=True)]
 
 
 def _missing(folder: Path) -> str | None:
-    """Read the files that Trainer itself has written to a checkpoint, to check whether it can resume from them.
+    """Read the files that Trainer itself has written to a checkpoint, to check whether they are complete.
 
-    Returns the error from reading them, or None if they are complete.
+    Returns a description of the error from reading them, or None if they are complete.
     """
     try:
         json.loads((folder / "trainer_state.json").read_bytes())
         manifest = Manifest.read(folder) if (folder / MANIFEST).exists() else None
         if manifest is not None and any(name.startswith("optimizer") for name in manifest.files):
+            allow_references()
             for path in (folder / "optimizer.pt", folder / "scheduler.pt"):
-                torch.load(path, map_location="cpu", weights_only=True)
+                try:
+                    torch.load(path, map_location="cpu", weights_only=True)
+                except pickle.UnpicklingError:  # a scheduler's state may have objects that torch.load refuses
+                    if path.name != "scheduler.pt":
+                        raise
+                    zipfile.ZipFile(path).close()  # raises an error if the file is incomplete
             if not (folder / ADDED).exists():  # `complete` did not run, so a rank's random state may be missing
                 ranks = [f"_{rank}" for rank in range(manifest.world_size)] if manifest.world_size > 1 else [""]
                 for rank in ranks:
@@ -499,7 +568,7 @@ def _damage(folder: Path, rank: int, size: int) -> str | None:
 
 
 def _weights_were_replaced(checkpoint: Path) -> bool:
-    """Return whether the user has replaced a checkpoint's weights by the files of a model.safetensors.index.json.
+    """Return whether the user has replaced a checkpoint's weights by files that a model.safetensors.index.json lists.
 
     In this case, rank 0 logs a warning that Trainer has loaded these files, which have no checksums and cannot be
     verified. Collective: every rank must call it.
@@ -510,10 +579,27 @@ def _weights_were_replaced(checkpoint: Path) -> bool:
     replaced = current_world().control.broadcast_object(replaced)
     if replaced and current_world().rank == 0:
         _log.warning(
-            "The weights in the checkpoint %s are not those that were saved: weight files were deleted, and its file "
-            "%s lists others. Trainer has loaded the files that it lists, but they cannot be verified, because they "
-            "have no checksums. If you did not replace the weights, resume from another checkpoint",
+            "The weights in the checkpoint %s are not those that were saved: weight files are missing, and the index "
+            "%s lists other files instead. Trainer has loaded these other files, but they cannot be verified, because "
+            "they have no checksums. If you did not replace the weights, resume from another checkpoint",
             checkpoint, index.name,
+        )  # fmt: skip
+    return replaced
+
+
+def _weights_may_be_replaced(checkpoint: Path) -> bool:
+    """Return whether the user may have replaced weights that `save_pretrained` wrote, such as adapters.
+
+    They are not replaced if complete.json exists, because its checksums have been compared with the files. Otherwise
+    rank 0 logs a warning. Collective: every rank must call it.
+    """
+    replaced = current_world().control.broadcast_object(not (checkpoint / ADDED).exists())
+    if replaced and current_world().rank == 0:
+        _log.warning(
+            "The checkpoint %s has no %s, so its weight files may have been replaced. The parameters keep the values "
+            "that Trainer has loaded. Trained parameters that are only in trained*.safetensors, such as those of the "
+            "base of a model with adapters, are not loaded. To load them, pass the checkpoint to load_state",
+            checkpoint, ADDED,
         )  # fmt: skip
     return replaced
 
@@ -537,7 +623,7 @@ def _raise_if_damaged(folder: Path, look: Callable[[Path, int, int], str | None]
 
 
 def _identity(folder: Path) -> str | None:
-    """Return the id that `TrainerCheckpoints.save` stored in a checkpoint, or None if another program saved it."""
+    """Return the id that `TrainerCheckpoints.save` stored in a checkpoint, or None if something else saved it."""
     return _extra(folder).get("id")
 
 

@@ -1,4 +1,4 @@
-"""`from_pretrained`: load a model of transformers and shard it while its files are read."""
+"""`from_pretrained`: load a model from transformers and shard it while its files are read."""
 
 from __future__ import annotations
 
@@ -48,16 +48,16 @@ def from_pretrained(
     cuda_graphs: bool = False,
     **kwargs: Any,
 ) -> Any:
-    """Load a model of transformers and shard it while its files are read. Collective: every rank must call it.
+    """Load a model from transformers and shard it while its files are read. Collective: every rank must call it.
 
-    The result has the same values, bit for bit, as `auto_wrap(auto_class.from_pretrained(name_or_path, *model_args,
-    **kwargs))`, but no rank ever has the full model in memory. There is one difference: transformers overwrites the
-    padding row of some loaded embeddings with zeros (Funnel, Youtu, Chinese-CLIP); this function keeps the values in
-    the files.
+    Use this for a model that is too large for the memory of one process: no rank ever has the full model in memory. The
+    result has the same values, bit for bit, as `auto_wrap(auto_class.from_pretrained(name_or_path, *model_args,
+    **kwargs))`. There is one exception: transformers overwrites the padding row of some loaded embeddings with zeros
+    (Funnel, Youtu, Chinese-CLIP), but this function keeps the values in the files.
 
     Each rank maps the files into memory and reads its own elements of each tensor, so every host needs the files. A
     tensor that transformers converts (to another dtype, or by merging) is in host memory in full only during the
-    conversion; afterwards, each rank keeps its elements only. Weights that are not in the files, such as a new
+    conversion; afterwards, each rank keeps only its own elements. Weights that are not in the files, such as a new
     classification head, are in host memory in full until the model is sharded. Device memory contains the shards and at
     most one full tensor.
 
@@ -75,9 +75,10 @@ def from_pretrained(
         keep_frozen: which frozen parameters stay unsharded between steps. True: all. False: none. "auto": as many as
             fit on the GPU.
         quantize_frozen: "nf4" or "fp8" freezes all loaded parameters, and quantizes the weight matrices of blocks to 4
-            or 8 bits. To train, add adapters to the result and call `auto_wrap` again. None does neither.
+            or 8 bits. To train, add adapters to the result and call `auto_wrap` again. None neither freezes nor
+            quantizes parameters.
         float8: whether the linear layers in blocks compute in float8. "rows" is a synonym of True.
-        keep: names of modules to exclude from float8: full names, or parts such as "down_proj" for all such layers.
+        keep: names of modules to exclude from float8: full names, or dot-separated parts of them, such as "down_proj".
         sequence_parallel: the number of consecutive ranks over which each sequence is split.
         offload_activations: whether to keep the inputs of recomputed blocks in host memory until backward.
         mlp_chunks: the number of chunks of tokens that the MLP of each block computes one after another.
@@ -89,11 +90,13 @@ def from_pretrained(
 
     Raises:
         TypeError: an argument has the wrong type.
-        ValueError: the weights are quantized, `name_or_path` contains an adapter, `blocks` contains a name that the
-            model does not have, or an argument such as `device_map` or `tp_plan` asks transformers to place or split
-            the model.
+        ValueError: an argument has a value that is not supported. For example, `name_or_path` contains an adapter or
+            weights that are already quantized, `blocks` contains a name that the model does not have, or `kwargs`
+            contains an argument such as `device_map` or `tp_plan`, with which transformers would place or split the
+            model. Also raised if the loaded model is not a PreTrainedModel, or if loading has left one of its tensors
+            without values.
         RuntimeError: loading failed on another rank, or the ranks have loaded different models.
-        Exception: the class's `from_pretrained` failed on this rank. Its error is raised as it is.
+        Exception: the class's `from_pretrained` failed on this rank. Its error is raised unchanged.
 
     Example::
 
@@ -127,8 +130,7 @@ def from_pretrained(
     _raise_everywhere(world, failure)
     model = loaded[0] if isinstance(loaded, tuple) else loaded
     _check_alike(model, world)
-    scattered = {name: p for name, p in model.named_parameters() if isinstance(p, SourcedParameter)}
-    divide_unless_mapped_everywhere(scattered, world)
+    divide_unless_mapped_everywhere(model, world)
     _tie_equal(model, world)
     _report(model, world)
     chosen = None if blocks is None else [_find_block(model, name) for name in blocks]
@@ -163,7 +165,7 @@ def _find_block(model: torch.nn.Module, name: str) -> torch.nn.Module:
 def _admit(name_or_path: str | os.PathLike | None, kwargs: dict[str, Any]) -> None:
     """Raise ValueError for an unsupported argument in `kwargs`, or a checkpoint that is quantized or is an adapter."""
     way_out = "load the model with the class's own from_pretrained, and pass it to bmt.auto_wrap."
-    asked = [name for name in _REFUSED if kwargs.get(name)]
+    asked = [name for name in _REFUSED if kwargs.get(name) not in (None, False)]
     if asked:
         raise ValueError(
             "bmt.hf.from_pretrained divides the model among the ranks itself, and does not load quantized weights. "
@@ -196,7 +198,7 @@ def _admit(name_or_path: str | os.PathLike | None, kwargs: dict[str, Any]) -> No
 
 @contextmanager
 def _synchronous() -> Iterator[None]:
-    """Under `with`, make transformers read tensors one after another, so that few full tensors are in memory."""
+    """Under `with`, make transformers read tensors one by one, so that few full tensors are in memory at once."""
     before = os.environ.get(_SYNCHRONOUS)
     os.environ[_SYNCHRONOUS] = "1"
     try:
@@ -234,10 +236,10 @@ def _scattering(world: World) -> Iterator[None]:
 
 
 def _check_complete(model: Any) -> None:
-    """Raise ValueError if `model` is not a model of transformers, or if a tensor is still on the meta device."""
+    """Raise ValueError if `model` is not a model from transformers, or if a tensor is still on the meta device."""
     if not isinstance(model, PreTrainedModel):
         raise ValueError(
-            f"bmt.hf.from_pretrained loads only models of transformers, but this is a {type(model).__name__}. Shard "
+            f"bmt.hf.from_pretrained loads only models from transformers, but this is a {type(model).__name__}. Shard "
             "other models with bmt.auto_wrap."
         )
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
@@ -250,7 +252,7 @@ def _check_complete(model: Any) -> None:
 
 
 def _raise_everywhere(world: World, failure: Exception | None) -> None:
-    """Raise `failure` if this rank has one, or RuntimeError if only other ranks failed.
+    """Raise `failure`, this rank's error, unless it is None. If only other ranks failed, raise RuntimeError.
 
     Collective: every rank must call it.
     """
@@ -274,7 +276,7 @@ def _check_alike(model: torch.nn.Module, world: World) -> None:
 
 
 def _tie_equal(model: Any, world: World) -> None:
-    """Tie each pair of weights that the model declares as tied, if the files contain both and their values are equal.
+    """Tie each pair of weights that the model declares as tied, if the files contain both weights with equal values.
 
     Collective: every rank must call it. If the files contain only one weight of a pair, transformers has already tied
     the pair. If the files contain both, transformers would compare their values. But no rank has all values, so each
@@ -303,17 +305,18 @@ def _tie_equal(model: Any, world: World) -> None:
 def _report(model: torch.nn.Module, world: World) -> None:
     """Log how many parameters were divided among the ranks while loading, and how many every rank has in full.
 
-    Parameters that are not in the files are in full, because every rank has initialized them. All others were divided
-    when they were read or converted.
+    Every rank has initialized the parameters that are not in the files, and so has them in full. Of each other
+    parameter, a rank reads only its own elements: from a memory-mapped file, or from the copy that it made while
+    loading.
     """
     scattered = [p for p in model.parameters() if isinstance(p, SourcedParameter)]
     full = [name for name, p in model.named_parameters() if not isinstance(p, SourcedParameter)]
     mapped = [p for p in scattered if p.mapped]
     _log.info(
         "rank %d of %d: %d parameters of %s stay in memory-mapped files, of which each rank reads only its own "
-        "elements. Each rank has copied 1/%d of the elements of %d other parameters, which transformers has converted "
-        "(to another dtype, or by merging). %d parameters are not in the files, so every rank has initialized them in "
-        "full%s",
+        "elements. Each rank has copied 1/%d of the elements of %d other parameters, because transformers has "
+        "converted them (to another dtype, or by merging), or because some ranks cannot map their files. %d parameters "
+        "are not in the files, so every rank has initialized them in full%s",
         world.rank, world.size, len(mapped), type(model).__name__, world.shard_group.size,
         len(scattered) - len(mapped), len(full),
         f" ({', '.join(full[:5])})" if full else "",

@@ -1,4 +1,4 @@
-"""Create models of transformers on the meta device, from a configuration alone."""
+"""Create models from transformers on the meta device, from a configuration alone."""
 
 from __future__ import annotations
 
@@ -84,7 +84,8 @@ def text_batch(model: Any, config: Any, rows: int, length: int) -> dict[str, tor
         models with one label per sequence, the labels have shape (rows,).
 
     Raises:
-        ValueError: the model does not take tokens, or `length` exceeds its maximum number of positions.
+        ValueError: the model does not take tokens, or takes several sequences per row, or `length` exceeds its maximum
+            number of positions.
     """
     text = config.get_text_config()
     most = getattr(text, "max_position_embeddings", None)
@@ -95,6 +96,11 @@ def text_batch(model: Any, config: Any, rows: int, length: int) -> dict[str, tor
             f"CONFIG describes a {type(model).__name__}, whose input is {model.main_input_name}, not tokens. Call "
             "bmt.predict_memory(model, batch) with your own batch instead."
         )
+    if "MultipleChoice" in type(model).__name__:
+        raise ValueError(
+            f"CONFIG describes a {type(model).__name__}, whose rows have several sequences each. Call "
+            "bmt.predict_memory(model, batch) with your own batch instead."
+        )
     ids = torch.empty(rows, length, dtype=torch.int64, device="meta")
-    per_row = any(word in type(model).__name__ for word in ("SequenceClassification", "MultipleChoice"))
+    per_row = "SequenceClassification" in type(model).__name__
     return {"input_ids": ids, "labels": ids[:, 0] if per_row else ids}

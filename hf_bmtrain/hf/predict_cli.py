@@ -72,9 +72,10 @@ def peak(given: argparse.Namespace, config: Any, rows: int) -> int:
 
 
 def predicted(given: argparse.Namespace, config: Any, rows: int) -> Prediction:
-    """Return the predicted memory of a step, by purpose, with the given options.
+    """Return the predicted memory of a step with the given options, broken down by purpose.
 
-    An option that is "auto" is decided as in training. (In `peak`, it takes the value that needs the least memory.)
+    An option set to "auto" is resolved as in training. (The function `peak` instead passes the value that needs the
+    least memory.)
 
     Args:
         given: the options of the command line.
@@ -104,7 +105,7 @@ def most_rows(peak: Callable[[int], int], usable: int) -> int:
 
     Args:
         peak: a slow function that returns the peak memory in bytes for a number of rows. The peak must increase with
-            the number of rows. If it is nearly linear, few calls are needed.
+            the number of rows, or stay the same. If it is nearly linear, few calls are needed.
         usable: the memory in bytes that tensors may occupy on a GPU.
     """
     known = {0: 0, 1: peak(1)}
@@ -115,7 +116,12 @@ def most_rows(peak: Callable[[int], int], usable: int) -> int:
         below = max(rows for rows in known if rows < low) if tried > 1 else 0
         ahead = high if high in known else low
         slope = (known[ahead] - known[below]) / (ahead - below)
-        guess = low + int((usable - known[low]) / slope) if tried > 1 else low + 1
+        if tried == 1:
+            guess = low + 1
+        elif slope <= 0:  # the peak is the same for `below` and `ahead` rows, so try twice as many
+            guess = 2 * low
+        else:
+            guess = low + int((usable - known[low]) / slope)
         if tried > 6:  # the peak is not linear enough for interpolation, so bisect
             guess = (low + high) // 2
         guess = min(max(guess, low + 1), high - 1)
@@ -126,7 +132,9 @@ def most_rows(peak: Callable[[int], int], usable: int) -> int:
 
 
 def remedies(given: argparse.Namespace, config: Any) -> str:
-    """Return the text to print if a step does not fit: a list of changes to the options, each of which makes it fit.
+    """Return the text to print if a step does not fit: changes to the options, each of which alone makes it fit.
+
+    Only some changes are tried. If none of them makes the step fit, the text says so.
 
     Args:
         given: the options of the command line.
@@ -151,7 +159,7 @@ def remedies(given: argparse.Namespace, config: Any) -> str:
                     f"--{name}" if value is True else f"--{name} {value}" for name, value in changed.items()
                 )
                 fitting.append(f"  {words:52} {least / 2**30:9.2f} GiB")
-    lines = ["it would fit with one of:", *fitting] if fitting else ["no other single option makes it fit"]
+    lines = ["it would fit with one of:", *fitting] if fitting else ["none of the changes that were tried makes it fit"]
     if not is_peft_available():
         lines.append("--lora and --quantize were not tried, because PEFT is not installed (pip install peft)")
     return "\n".join(lines)

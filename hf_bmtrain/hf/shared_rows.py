@@ -33,26 +33,28 @@ class _SharedRows(ParallelismConfig):
 
 
 def follow_shared_rows(model: Any, args: Any) -> None:
-    """Make Trainer give the same batches to ranks that share rows, and count their samples and tokens once.
-
-    Called when a Trainer with the model is created, or when its training begins.
+    """Make Trainer give the same batch to ranks that share rows, and count its samples and tokens once.
 
     Ranks share a row (a sequence) if they compute it together. With `sequence_parallel`, each of them computes a part
-    of the sequence. With `tp_size`, each of them has a part of the layers' weights. If no ranks share rows with this
-    model, settings of Accelerate that an earlier call has changed for another model are restored.
+    of the sequence. With `tp_size`, each of them has a part of the layers' weights.
+
+    Called when a BMTrainCallback first gets the model: when its Trainer is created, or when training begins. This
+    function changes settings of Accelerate, which hold for the whole process. If no ranks share rows with this model,
+    it resets these settings instead, in case an earlier call has changed them for another model.
 
     Args:
         model: the sharded model.
         args: the trainer's TrainingArguments.
 
     Raises:
-        NotImplementedError: the model has layers that `tp_size` splits, but not by a plan of transformers.
-        ValueError: an argument does not work with shared rows.
+        NotImplementedError: `init_distributed` got a `tp_size` above 1, but `auto_wrap` has not split the model by its
+            `tp_plan`, for example because the model has layers such as bmt.nn.ColumnParallelLinear.
+        ValueError: ranks share rows, but `args` has average_tokens_across_devices=False or eval_use_gather_object=True.
     """
     size, world = ranks_per_row(model), current_world()
     if size == 1 and world.grid is not None:
         raise NotImplementedError(
-            "Trainer supports init_distributed(tp_size=) only for models that auto_wrap splits by their own plan. "
+            "Trainer supports init_distributed(tp_size=) only for models that auto_wrap splits by their tp_plan. "
             f"{type(model).__name__} has BMTrain's layers, such as bmt.nn.ColumnParallelLinear. With these, the ranks "
             "of a group may have the same rows or different ones, so Trainer cannot know how often to count a row. "
             "Train the model in your own loop, or call init_distributed without tp_size."
@@ -85,8 +87,8 @@ def follow_shared_rows(model: Any, args: Any) -> None:
 def count_rows_once(trainer: Trainer) -> None:
     """Make `trainer` gather and count each row (sequence) once, although several ranks compute the row together.
 
-    Ranks do so with `tp_size` or `sequence_parallel`. Called when the trainer is created, and again when training
-    begins.
+    Ranks share rows if the model is trained with `tp_size` or `sequence_parallel`. This function is called when the
+    trainer is created, and again when training begins.
 
     In evaluations, `Accelerator.gather_for_metrics` returns each row once. In training, `num_input_tokens_seen` and
     `total_flos`, which Trainer adds up over all ranks, are divided by the number of ranks that share a row.

@@ -17,7 +17,7 @@ from transformers import Trainer
 
 from ..engine.blocks.observer import Observer
 from ..engine.comm.streams import finish
-from ..engine.runtime.world import current_world
+from ..engine.runtime.world import World, current_world
 from ..engine.sharding.parameter import DistributedParameter
 from ..engine.wrap.accelerator import ranks_per_row
 
@@ -86,16 +86,17 @@ class Speedometer(Observer):
             self._paused = None
 
     def read(self) -> dict[str, float]:
-        """Return entries for Trainer's log: speeds since the last call, and the largest peak memory of a rank.
+        """Return entries for Trainer's log: speeds since the last call, and the largest peak memory of any rank.
 
         Collective: every rank must call it. The speeds are samples_per_second and tokens_per_second of all ranks
-        together, and model_tflops_per_device. The host waits for the GPU, which may be steps behind.
+        together, and model_tflops_per_device; the last two are left out if they are unknown. The memory is
+        peak_memory_gib. The host waits for the GPU, which may be steps behind.
         """
         world = current_world()
         counts = [self._samples, self._tokens, self._flops]
         totals = torch.tensor(counts, dtype=torch.float64, device=world.device)
         world.reduce.all_reduce(totals).wait()
-        memory = torch.tensor([_peak_memory(world.device)], dtype=torch.float64, device=world.device)
+        memory = torch.tensor([_peak_memory(world)], dtype=torch.float64, device=world.device)
         world.reduce.all_reduce(memory, maximum=True).wait()
         (samples, tokens, flops), peak = totals.tolist(), memory.item()
         now = time.perf_counter() if self._paused is None else self._paused
@@ -130,7 +131,8 @@ def _flops_a_token(model: Any) -> tuple[float, float]:
 def _attention_width(config: Any) -> float:
     """Return the width of all attention heads of a layer together, which may differ from the hidden size.
 
-    If values are narrower than queries and keys, return the mean of both: each takes part in one of two products.
+    If values have a different width than queries and keys, return the mean of the two widths, because each is the width
+    in one of the two matrix products of attention.
     """
     heads = getattr(config, "num_attention_heads", None)
     if heads and hasattr(config, "qk_head_dim"):
@@ -140,14 +142,14 @@ def _attention_width(config: Any) -> float:
 
 
 class ParameterCount:
-    """Counts the elements of a model's full parameters. Replaces `num_parameters` of models of transformers.
+    """Counts the elements of a model's full parameters. Replaces `num_parameters` of models from transformers.
 
     Tied parameters count once. Weights that `tp_size` splits over ranks count in full.
 
-    Trainer calls this object after each micro-batch, for its total_flos. Usually the result is always the same, but a
-    check that no module or parameter was added, removed or replaced takes time. So for Trainer, only every `KEPT`-th
-    call checks this, and counts again if necessary. The calls between return the last result. Calls by other code
-    always check.
+    Trainer calls this object after each micro-batch, for its total_flos. The result rarely changes, but checking
+    whether a module or parameter was added, removed or replaced takes time. So for Trainer, only every `KEPT`-th call
+    checks this, and counts again if necessary. The calls in between return the last result. Calls by other code always
+    check.
 
     Args:
         model: the model. It is referenced weakly.
@@ -159,15 +161,14 @@ class ParameterCount:
         self._model = weakref.ref(model)
         self._held: list[Any] = []  # `values()` of the modules' non-empty `_modules` and `_parameters`
         self._empty: list[dict[str, Any]] = []  # the empty `_modules` and `_parameters`
-        # What `_values()` returned in the last call of `_search`: the modules and parameters in `_held`, then the
-        # marker `_END`. If it returns something else, `_count` calls `_search`, which counts again. It never returns
-        # [None], so the first count calls `_search`.
+        # The items of `_values()` at the last call of `_search`: the modules and parameters in `_held`, then the marker
+        # `_END`. If `_values()` now yields other items, `_count` calls `_search`, which counts again. The initial
+        # value [None] never equals these items, because they end with `_END`, so the first count calls `_search`.
         self._seen: list[Any] = [None]
         # For each parameter: (the parameter, its number of elements, whether only embedding modules contain it).
         self._numels: list[tuple[torch.nn.Parameter, int, bool]] = []
-        self._totals = (0, 0)  # elements of all parameters, and without those that only embedding modules contain
-        # The last count for Trainer, and how many more calls by Trainer return it without a check. Trainer calls after
-        # each micro-batch, and a check takes time. But the model may change, so the number of such calls is limited.
+        self._totals = (0, 0)  # elements of (all parameters, parameters that a non-embedding module contains)
+        # The last count for Trainer, and how many more calls by Trainer return it without a check (see the class).
         self._answer, self._left = 0, 0
 
     def __call__(self, only_trainable: bool = False, exclude_embeddings: bool = False) -> int:
@@ -235,8 +236,8 @@ _END = (object(),)
 list would seem equal to a longer one that begins with it."""
 
 
-def _peak_memory(device: torch.device) -> float:
-    """Return the peak bytes that torch allocated on `device`; for the CPU, the process's peak resident set size."""
-    if device.type != "cpu":
-        return float(torch.accelerator.max_memory_allocated(device))
+def _peak_memory(world: World) -> float:
+    """Return the peak bytes of this rank's tensors on its GPU. On the CPU, the process's peak resident set size."""
+    if world.device_memory is not None:
+        return float(world.device_memory.peak())
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024.0

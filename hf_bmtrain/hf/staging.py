@@ -20,9 +20,10 @@ class StagedWeights:
     """The full weights of `model`, which `gather` collects on rank 0 before Trainer saves them there.
 
     Trainer calls `model.save_pretrained` only on rank 0, where a collective would hang. This class therefore replaces
-    the model's `save_pretrained` (or `state_dict`, for a model without it). While the gathered weights are up to date,
-    the replacement uses them on rank 0 and does nothing on other ranks. If they are out of date, it calls the
-    model's own method, which is collective.
+    the model's `save_pretrained` (or `state_dict`, if the model has no `save_pretrained`). While the gathered weights
+    are up to date, the replacement uses them on rank 0. On other ranks, `save_pretrained` then does nothing, and
+    `state_dict` raises an error. If the gathered weights are out of date, the replacement calls the model's own method,
+    which is collective.
 
     A model has one StagedWeights, which all its Trainers use: `StagedWeights.of` returns it.
 
@@ -44,9 +45,9 @@ class StagedWeights:
     def of(model: Any) -> StagedWeights | None:
         """Return the StagedWeights that was created for `model`, or None if there is none.
 
-        BMTrainCallback calls this before it creates one, because the callback of another Trainer may have done so. The
-        object is found through the method of `model` that it has replaced by its own: `save_pretrained`, or
-        `state_dict` if the model has no `save_pretrained`.
+        A model has at most one StagedWeights, which the BMTrainCallback of another Trainer may already have created. So
+        BMTrainCallback calls this before it creates one. The StagedWeights is found through the method that it has
+        replaced in `model`: `save_pretrained`, or `state_dict` if the model has no `save_pretrained`.
 
         Args:
             model: the sharded model.
@@ -59,8 +60,8 @@ class StagedWeights:
         """Gather the full weights on rank 0, unless weights that were gathered earlier are still up to date.
 
         Called before Trainer saves the model: for a checkpoint, at the end of training, or before `save_model`.
-        Collective: every rank must call it. With one rank, nothing is gathered, because Trainer can save the model
-        without it.
+        Collective: every rank must call it. With one rank, nothing is gathered: the model's own `save_pretrained` (or
+        `state_dict`) then runs when Trainer saves, and gets the full weights by itself.
 
         Args:
             checkpoint: whether the weights are for a checkpoint of Trainer. If so, `save_pretrained` does not convert
@@ -80,7 +81,10 @@ class StagedWeights:
 
     @property
     def fresh(self) -> bool:
-        """Whether the gathered weights are up to date: no weight has changed since `gather`. Equal on all ranks."""
+        """Whether the gathered weights are up to date: no weight has changed since `gather`. Equal on all ranks.
+
+        Buffers (`register_buffer`) may have changed: rank 0 saves their present values.
+        """
         return self._versions is not None and self._versions == self._present()
 
     def _present(self) -> list[int]:
@@ -107,12 +111,27 @@ class StagedWeights:
         if self.fresh and options.get("state_dict") is None:
             if self._state is None:
                 return None
-            # Pass a copy, because save_pretrained empties the dictionary.
-            options["state_dict"] = OrderedDict(self._state)
+            options["state_dict"] = self._current(self._state)  # a new dictionary, because save_pretrained empties it
             # PEFT also calls state_dict() of single modules, so set the full parameters in all modules meanwhile.
             with shown_plain(self.model, self._full_params(self._state)):
                 return self._save_pretrained(self.model, **options)
         return self._save_pretrained(self.model, **options)
+
+    def _current(self, state: Mapping[str, torch.Tensor]) -> OrderedDict[str, torch.Tensor]:
+        """Return a copy of `state` with the present values of the model's buffers (`register_buffer`).
+
+        A buffer may have changed since `gather`, for example by `torch.optim.swa_utils.update_bn`. It need not be
+        gathered again, because every rank has all its elements.
+
+        state: the full weights by name, as `gather` has collected them on this rank.
+        """
+        current, copies = OrderedDict(state), {}
+        for name, buffer in self.model.named_buffers(remove_duplicate=False):
+            if name in state:  # not if the buffer is not persistent, or if a hook has removed it
+                if buffer not in copies:
+                    copies[buffer] = buffer.detach().to("cpu", copy=True)
+                current[name] = copies[buffer]
+        return current
 
     def _full_params(self, state: Mapping[str, torch.Tensor]) -> dict[DistributedParameter, torch.nn.Parameter]:
         """Return the parameters to set in the model while `save_pretrained` runs.
@@ -141,7 +160,7 @@ class StagedWeights:
             return type(self.model).state_dict(self.model, *args, **kwargs)
         if self._state is None:
             raise RuntimeError(
-                "The weights were gathered on rank 0, for Trainer to save, but this is another rank. To get a "
+                "The weights were gathered on rank 0, for Trainer to save, and this is not rank 0. To get a "
                 f"state_dict on every rank, call `{type(self.model).__name__}.state_dict(model)` on all ranks."
             )
-        return OrderedDict(self._state)
+        return self._current(self._state)

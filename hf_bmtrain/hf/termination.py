@@ -11,7 +11,7 @@ from ..engine.runtime.world import current_world
 class Termination:
     """A handler of SIGTERM that records the signal instead of ending the process, so that a checkpoint can be saved.
 
-    With save_on_sigterm, BMTrainCallback calls `agreed` after each step and each epoch. If any rank has received
+    With `save_on_sigterm=True`, BMTrainCallback calls `agreed` after each step and each epoch. If any rank has received
     SIGTERM, all ranks save a checkpoint and exit. `close` restores the previous handler.
 
     A Termination must be constructed in the main thread, because only this thread may set signal handlers in Python.
@@ -25,12 +25,13 @@ class Termination:
         self._received = True
 
     def agreed(self) -> bool:
-        """Return whether any rank has received SIGTERM since this object was constructed, the same on every rank.
+        """Return whether any rank has received SIGTERM since this object was constructed.
 
-        Called after each step and each epoch. Collective: every rank must call it.
+        The result is the same on every rank. Called after each step and each epoch. Collective: every rank must call
+        it.
         """
         return any(current_world().gather_objects(self._received))
 
     def close(self) -> None:
-        """Restore the handler of SIGTERM that this object has replaced. Called when training ends."""
+        """Restore the handler of SIGTERM that this object has replaced. Called when training ends or fails."""
         signal.signal(signal.SIGTERM, self._before)

@@ -20,10 +20,13 @@ _Base: Any = transformers.Trainer
 class TrainerMixin:
     """Adds a BMTrainCallback to a trainer class, so that the trainer can train a sharded model.
 
-    Shard the model with `auto_wrap` before you create the trainer. In addition to what the callback does, all reporters
-    (such as TensorBoard) receive its metrics, the numbers of parameters that the trainer reports are those of the full
-    model, `save_model` also works before training, and `train(resume_from_checkpoint=True)` resumes from the newest
-    intact checkpoint. Collective: every rank must create the trainer and call its methods.
+    Shard the model with `auto_wrap` before you create the trainer. Collective: every rank must create the trainer and
+    call its methods. In addition to what the callback does:
+
+    * All reporters (such as TensorBoard) receive the callback's metrics.
+    * The trainer reports the numbers of parameters of the full model.
+    * `save_model` also works before training.
+    * `train(resume_from_checkpoint=True)` resumes from the newest intact checkpoint.
 
     Args:
         *args: passed to the trainer's class.
@@ -141,8 +144,8 @@ class Trainer(TrainerMixin, _Base):
 
     Use it like transformers.Trainer. Collective: every rank must create it and call its methods. Unlike a stock Trainer
     to which you pass a BMTrainCallback, it also sends the callback's metrics to all reporters (such as TensorBoard),
-    reports the numbers of parameters of the full model, can `save_model` before training, and resumes from the newest
-    intact checkpoint with `train(resume_from_checkpoint=True)`.
+    reports the numbers of parameters of the full model, can save the model before training (`save_model`), and resumes
+    from the newest intact checkpoint with `train(resume_from_checkpoint=True)`.
 
     Args:
         *args: passed to transformers.Trainer.

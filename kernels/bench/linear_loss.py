@@ -28,7 +28,17 @@ LogitLoss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 class Result(NamedTuple):
-    """The measurement of one implementation. gb: its peak memory in GB, without the inputs. The errors are relative."""
+    """The measurement of one implementation of a linear layer with its cross-entropy, forward and backward.
+
+    Attributes:
+        name: the name of the implementation.
+        ms: the time in milliseconds.
+        tflops: the speed in TFLOP/s, counting three matrix products.
+        gb: the peak memory in GB, without the inputs; nan if it was not measured.
+        weight_error: the error of the weight's gradient: the norm of its difference from a float32 gradient, divided by
+            the norm of the float32 gradient. Only the first rows are compared; nan if it was not measured.
+        hidden_error: the same for the gradient of the hidden states.
+    """
 
     name: str
     ms: float
@@ -39,7 +49,17 @@ class Result(NamedTuple):
 
 
 class Problem:
-    """The inputs of a linear layer with a loss, and float32 reference gradients for the first rows of each input."""
+    """Random bfloat16 inputs of a linear layer with its cross-entropy, with which `measure` measures implementations.
+
+    To find the errors of an implementation, `measure` compares its gradients with float32 gradients, which the
+    constructor computes. It computes only the first rows (at most 256) of the weight's and of the hidden states'
+    gradient, and only these are compared, so that the float32 logits are never needed all at once.
+
+    Args:
+        rows: the number of hidden states, each with a target class.
+        width: the number of elements of a hidden state.
+        classes: the number of classes. The layer's weight has the shape (classes, width).
+    """
 
     def __init__(self, rows: int, width: int, classes: int) -> None:
         torch.manual_seed(0)
@@ -104,7 +124,11 @@ def products(problem: Problem) -> Result:
 
 
 def linear_losses() -> Iterator[tuple[str, Callable[[], Loss]]]:
-    """Yield each implementation's name, and a function that returns it, or raises ImportError if it is missing."""
+    """Yield (name, make) for each implementation of a linear layer with its cross-entropy.
+
+    `make()` returns the implementation, a function of (hidden, weight, targets) that returns the mean loss. It raises
+    ImportError if the package with the implementation is not installed.
+    """
     for mib in (1024, 512, 2048):
         yield (
             f"linear_cross_entropy, {mib} MiB of logits",
@@ -167,7 +191,11 @@ def time_logits(shape: tuple[int, int], loss: LogitLoss) -> float:
 
 
 class Clock:
-    """Runs cases that may fail, and skips those that would start more than SECONDS seconds after its creation."""
+    """Runs the cases of this benchmark, even if some fail, but starts none later than SECONDS after its creation.
+
+    `attempt` runs a case and returns its result. If the case raises an exception, `attempt` prints it and returns None.
+    If it is too late to start the case, `attempt` prints that the case is skipped, and returns None.
+    """
 
     def __init__(self) -> None:
         self._start = time.monotonic()

@@ -67,7 +67,14 @@ def rivals() -> dict[str, tuple[Callable[[torch.Tensor, torch.Tensor], torch.Ten
 
 
 def time_rival(rows: Rows, function: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> float:
-    """Return the milliseconds of the forward and backward of `function`, including the gradient's allocation."""
+    """Return the median milliseconds of the forward and backward of a rival: another implementation of cross-entropy.
+
+    The time includes the allocation of the logits' gradient, if the rival allocates it. Our kernels need no such
+    allocation, because they overwrite the logits with the gradient.
+
+    rows: the logits and targets. The logits are reset before each repetition, which is not measured.
+    function: the rival: it takes logits and targets, and returns the loss, on which `backward` is called.
+    """
     logits = rows.logits.detach().requires_grad_()
 
     def reset() -> None:
@@ -95,7 +102,11 @@ def bench_cross_entropy() -> list[Line]:
 
 @dataclass(frozen=True)
 class Planned(CrossEntropy):
-    """The cross-entropy without options, launched with a given plan (thread blocks, threads, shared memory)."""
+    """A cross-entropy whose kernels for the losses (and gradient) use a given plan, so that plans can be compared.
+
+    chosen: the plan: (thread blocks per row, threads per block, 16-byte vectors of the row that a block keeps in shared
+        memory).
+    """
 
     chosen: Plan = Plan(1, 256, 0)
 

@@ -42,7 +42,14 @@ def duplex_speed() -> float:
 
 
 def time_offload(weight: torch.dtype, exp_avg: torch.dtype) -> float:
-    """Return the milliseconds, by the host's clock, of a step over ELEMENTS weights until the last one is written."""
+    """Return the milliseconds, by the host's clock, of a step of AdamOffloadOptimizer that updates ELEMENTS weights.
+
+    This is the fastest of five steps. The time ends when the GPU has received the last updated weight.
+
+    Args:
+        weight: the dtype of the weights and their gradients.
+        exp_avg: the dtype of Adam's first moment.
+    """
     parameter = torch.nn.Parameter(torch.randn(ELEMENTS, device="cuda").to(weight))
     parameter.grad = torch.randn_like(parameter)
     optimizer = bmt.optim.AdamOffloadOptimizer([parameter], lr=1e-4, weight_decay=0.1, exp_avg_dtype=exp_avg)
@@ -135,7 +142,19 @@ class Model(torch.nn.Module):
 
 @contextmanager
 def training(make: Callable, width: int, layers: int, vocabulary: int, device: str) -> Iterator[tuple]:
-    """Yield a sharded bfloat16 model, its optimizer and its OptimManager, and free them afterwards."""
+    """Create a sharded bfloat16 `Model` and its optimizer, for `time_steps`.
+
+    The context manager yields (model, optimizer, manager), where `manager` is the OptimManager. At exit, it drops its
+    own references to them, and runs Python's garbage collector. Their memory is not freed before the caller drops the
+    tuple.
+
+    Args:
+        make: the optimizer's class, such as bmt.optim.AdamOptimizer.
+        width: the model's number of features.
+        layers: the number of transformer layers.
+        vocabulary: the number of tokens in the vocabulary.
+        device: the device on which the model is created, such as "cuda".
+    """
     torch.manual_seed(0)
     with torch.device(device):
         model = Model(width, layers, vocabulary).bfloat16()
@@ -172,7 +191,14 @@ def in_backward(model, optimizer, manager, ids: torch.Tensor) -> None:
 
 
 def time_steps(step: Callable, trained: tuple, ids: torch.Tensor, steps: int) -> float:
-    """Return the mean milliseconds per step over consecutive steps."""
+    """Return the mean milliseconds per step of `steps` consecutive training steps, after three that are not measured.
+
+    Args:
+        step: the function that runs a step, such as `in_backward`. It gets (model, optimizer, manager, ids).
+        trained: the tuple (model, optimizer, manager) that `training` yields.
+        ids: (batch, length), the token ids of each step's batch.
+        steps: the number of measured steps.
+    """
     for number in range(steps + 3):
         if number == 3:
             bmt.synchronize()
@@ -183,9 +209,21 @@ def time_steps(step: Callable, trained: tuple, ids: torch.Tensor, steps: int) ->
 
 
 def exposed(sizes: tuple[int, int, int], shape: tuple[int, int], device: str, steps: int = 10) -> list[Line]:
-    """Measure a step without an update and with each kind of update.
+    """Measure a training step without an update, and then with each of three kinds of update.
 
-    The difference is the update's exposed time: how much longer a step takes because of the update.
+    The step without an update consists of forward, backward and gradient clipping. The updates are those of
+    AdamOptimizer and AdamOffloadOptimizer after clipping, and that of AdamOffloadOptimizer during the backward, without
+    clipping.
+
+    Args:
+        sizes: (width, layers, vocabulary) of the model.
+        shape: (batch, length) of the token ids.
+        device: the device of the model and the token ids, such as "cuda".
+        steps: the number of steps that are measured each time.
+
+    Returns:
+        One Line (of the printed table) for each of the four steps. The name of each line with an update contains the
+        exposed time: how much longer the step takes than without an update.
     """
     adam, offload = bmt.optim.AdamOptimizer, bmt.optim.AdamOffloadOptimizer
     ways = {

@@ -70,7 +70,7 @@ def make_parser() -> argparse.ArgumentParser:
     add("--model", default="tiny", help=f"{', '.join(NAMED)}, or a folder or hub name (%(default)s)")
     add("--layers", type=at_least(1), default=0, help="layers of the model (as many as it has)")
     add("--batch", type=at_least(1), default=8, help="rows per process, or per group that shares rows (%(default)s)")
-    add("--seq", type=at_least(1), default=512, help="tokens per row (%(default)s)")
+    add("--seq", type=at_least(2), default=512, help="tokens per row (%(default)s)")
     add(
         "--sequence-parallel",
         type=at_least(1),

@@ -3,7 +3,7 @@
 import argparse
 from pathlib import Path
 
-from common.command_line import add_engine_options, at_least, positive, probability
+from common.command_line import add_engine_options, at_least, positive, probability, seed
 
 WARMUP_SHARE = 0.1  # of all steps
 WEIGHT_DECAY = 0.01
@@ -30,7 +30,7 @@ def parse_options(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--batch-size", type=at_least(1), help="rows per process and step (32 / number of processes)")
     add("--lr", type=positive, help="highest learning rate (2e-5; small BERT: 1e-3)")
     add("--dropout", type=probability, help="replaces every dropout of the model (the model's own)")
-    add("--seed", type=at_least(0), default=0, help="of data order, new weights and dropout (%(default)s)")
+    add("--seed", type=seed, default=0, help="of data order, new weights and dropout (%(default)s)")
     add_engine_options(parser, float8=True)
     add = parser.add_argument_group("results").add_argument
     add("--output", type=Path, default=Path("outputs/boolq"), help="folder for the results (%(default)s)")

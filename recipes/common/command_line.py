@@ -70,6 +70,21 @@ def at_least(lowest: int) -> Callable[[str], int]:
     return integer
 
 
+def seed(text: str) -> int:
+    """Convert a text to a seed of random generators, for the argument `type` of argparse."""
+    value = at_least(0)(text)
+    if value >= 2**63:
+        raise argparse.ArgumentTypeError(f"{value} is not below 2**63")
+    return value
+
+
+def not_negative(text: str) -> float:
+    value = float(text)
+    if not 0 <= value < float("inf"):
+        raise argparse.ArgumentTypeError(f"{value} is not a number from 0 on")
+    return value
+
+
 def positive(text: str) -> float:
     value = float(text)
     if not 0 < value < float("inf"):

@@ -3,7 +3,7 @@
 import argparse
 from pathlib import Path
 
-from common.command_line import add_engine_options, at_least, positive
+from common.command_line import add_engine_options, at_least, not_negative, positive, seed
 
 
 def parse_options(arguments: list[str] | None = None) -> argparse.Namespace:
@@ -30,10 +30,10 @@ def parse_options(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--batch-size", type=at_least(1), help="rows per process and step (16 / number of processes)")
     add("--lr", type=positive, default=0.02, help="start_lr of Noam: peaks at lr / sqrt(warmup) (%(default)s)")
     add("--warmup", type=at_least(1), default=40, help="steps of warm-up (%(default)s)")
-    add("--weight-decay", type=float, default=1e-2, help="decoupled (%(default)s)")
+    add("--weight-decay", type=not_negative, default=1e-2, help="decoupled (%(default)s)")
     add("--max-grad-norm", type=positive, default=1.0, help="clip the gradient's norm (%(default)s)")
     add("--loss-scale", type=positive, default=1024.0, help="the first, for fp16 (%(default)s)")
-    add("--seed", type=at_least(0), default=0, help="of weights, data order and stories (%(default)s)")
+    add("--seed", type=seed, default=0, help="of weights, data order and stories (%(default)s)")
     add_engine_options(parser)
     add = parser.add_argument_group("results").add_argument
     add("--output", type=Path, default=Path("outputs/gpt2"), help="folder for the results (%(default)s)")

@@ -3,7 +3,7 @@
 import argparse
 from pathlib import Path
 
-from common.command_line import add_engine_options, at_least, positive
+from common.command_line import add_engine_options, at_least, positive, seed
 from needle.data import SHORTEST
 
 
@@ -32,7 +32,7 @@ def parse_options(arguments: list[str] | None = None) -> argparse.Namespace:
     add = parser.add_argument_group("training").add_argument
     add("--steps", type=at_least(1), help="optimizer steps (small new model: 300; --model: 20)")
     add("--lr", type=positive, help="learning rate after a warm-up (small new model: 3e-3; --model: 1e-5)")
-    add("--seed", type=at_least(0), default=0, help="of weights and rows (%(default)s)")
+    add("--seed", type=seed, default=0, help="of weights and rows (%(default)s)")
     add = parser.add_argument_group("results").add_argument
     add("--output", type=Path, default=Path("outputs/long_context"), help="folder for the results (%(default)s)")
     add_engine_options(parser)

@@ -40,7 +40,7 @@ def read(file: Path) -> list[Example]:
 
     Raises FileNotFoundError if there is no such file, and ValueError, which names the line, if a line is invalid.
     """
-    if not file.is_file():
+    if not file.exists() or file.is_dir():
         raise FileNotFoundError(f"--data {file}: no such file; give a file of JSON lines")
     examples = []
     for place, line in numbered_lines(file):

@@ -3,7 +3,7 @@
 import argparse
 from pathlib import Path
 
-from common.command_line import add_engine_options, at_least, positive
+from common.command_line import add_engine_options, at_least, positive, seed
 
 
 def parse_options(arguments: list[str] | None = None) -> argparse.Namespace:
@@ -58,6 +58,6 @@ def _add_options(parser: argparse.ArgumentParser, output: str, rates: str, adapt
     add("--steps", type=at_least(1), default=150, help="optimizer steps (%(default)s)")
     add("--batch-size", type=at_least(1), help="rows per process and step (16 / number of processes)")
     add("--lr", type=positive, help=f"peak learning rate ({rates})")
-    add("--seed", type=at_least(0), default=0, help="of data order, new weights and stories (%(default)s)")
+    add("--seed", type=seed, default=0, help="of data order, new weights and stories (%(default)s)")
     add = parser.add_argument_group("results").add_argument
     add("--output", type=Path, default=Path(output), help="folder for the results (%(default)s)")

@@ -97,6 +97,32 @@ def test_other_dtypes():
     assert bmt.distributed.all_gather(torch.arange(6).view(2, 3).t()).shape == (size, 3, 2)
 
 
+@on_ranks(2, full=(1, 3))
+def test_averages_are_computed_in_float32():
+    """Sums of float16 values overflow long before their mean does, and bfloat16 would round at each addition."""
+    rank, size = bmt.rank(), bmt.world_size()
+    for x in (torch.full((size,), 40000.0, dtype=torch.float16), torch.full((size,), 257.0 + rank).bfloat16()):
+        everyone = bmt.distributed.all_gather(x).float().mean(0).to(x.dtype)
+        for operation, expected in (("all_reduce", everyone), ("reduce_scatter", everyone[rank : rank + 1])):
+            y = x.clone().requires_grad_()
+            result = getattr(bmt.distributed, operation)(y, "avg")
+            assert result.dtype == x.dtype and torch.equal(result, expected)
+            result.backward(torch.full_like(result, 40000.0))
+            shares = 1 if operation == "all_reduce" else size  # one gradient of each element, and not one a rank
+            assert torch.equal(y.grad, torch.full_like(x, 40000.0 / shares))
+
+
+@on_ranks(2, full=(1,))
+def test_reductions_keep_the_dtype():
+    size = bmt.world_size()
+    for dtype in (torch.uint8, torch.int8, torch.int32, torch.int64, torch.float16, torch.bfloat16, torch.float64):
+        for op in ("sum", "max", "min", "prod"):
+            for operation in (bmt.distributed.all_reduce, bmt.distributed.reduce_scatter):
+                result = operation(torch.full((size,), 20, dtype=dtype), op)
+                expected = {"sum": 20 * size, "prod": 20**size}.get(op, 20)
+                assert result.dtype == dtype and (result == torch.tensor(expected).to(dtype)).all()
+
+
 @on_ranks(2, full=(1,))
 def test_ties_share():
     """Equal maxima share the gradient evenly, zeros do not break the product's."""

@@ -2,6 +2,7 @@
 
 import math
 
+import numpy
 import pytest
 import torch
 
@@ -127,6 +128,45 @@ def test_a_users_own_schedule():
     assert scheduler.current_lr == pytest.approx(S / 2)
 
 
+class Drops(lr_scheduler.WarmupLRScheduler):
+    """As in scripts for BMTrain, which ignores keys that it does not know."""
+
+    def __init__(self, *args, drop, **kwargs):
+        self.drop = drop
+        super().__init__(*args, **kwargs)
+
+    def get_lr_decay(self, num_iter):
+        return self.start_lr if num_iter < self.drop else 0.1 * self.start_lr
+
+    def state_dict(self):
+        return {**super().state_dict(), "drop": self.drop}
+
+    def load_state_dict(self, state_dict):
+        self.drop = state_dict["drop"]
+        super().load_state_dict(state_dict)
+
+
+def test_a_users_own_state():
+    saved = Drops(make_optimizer(), S, W, E, num_iter=W + 2, drop=W + 1)
+    loaded = Drops(make_optimizer(), 1.0, 0, E, drop=10 * E)
+    loaded.load_state_dict(saved.state_dict())
+    assert loaded.state_dict() == saved.state_dict()
+    assert loaded.current_lr == saved.current_lr == pytest.approx(0.1 * S)
+
+
+@pytest.mark.parametrize("schedule", [NoDecay, Noam, Exponential])
+def test_without_an_end(schedule):
+    assert (
+        schedule(make_optimizer(), S, W, None, W + 2).get_lr() == schedule(make_optimizer(), S, W, -1, W + 2).get_lr()
+    )
+
+
+@pytest.mark.parametrize("schedule", [Linear, Cosine])
+def test_an_end_is_needed(schedule):
+    with pytest.raises(TypeError, match="end_iter must be a number"):
+        schedule(make_optimizer(), S, W, None)
+
+
 def test_a_wrong_state_is_refused_and_changes_nothing():
     scheduler = Linear(make_optimizer(), S, W, E)
     before = scheduler.state_dict()
@@ -139,6 +179,17 @@ def test_a_wrong_state_is_refused_and_changes_nothing():
     with pytest.raises(ValueError, match="num_iter"):
         scheduler.load_state_dict({**before, "num_iter": -5})
     assert scheduler.state_dict() == before
+
+
+def test_settings_of_numpy_become_numbers_of_python():
+    """torch.load with weights_only=True refuses NumPy's, also as the learning rates that are computed from them."""
+    optimizer = make_optimizer()
+    half = numpy.float32(0.5)
+    scheduler = Exponential(optimizer, half, numpy.int64(2), numpy.int64(-1), numpy.int64(3), gamma=half)
+    for step in (lambda: None, scheduler.step, lambda: scheduler.step(numpy.int64(5))):
+        step()
+        values = [*scheduler.state_dict().values(), optimizer.param_groups[0]["lr"]]
+        assert [type(value) for value in values] == [float, int, int, int, float, float]
 
 
 def test_a_tensor_learning_rate_is_filled_in_place():

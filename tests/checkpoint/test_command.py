@@ -35,3 +35,11 @@ def test_verify_and_inspect(world, tmp_path):
     assert "step 3, saved by 2 ranks with hf_bmtrain" in printed
     assert "model.embed_tokens.weight.exp_avg  (61, 24)  float32" in printed
     assert command("verify", tmp_path / "nothing")[0] == 1
+    status, printed = command("merge", tmp_path / "checkpoint-3", "--output", tmp_path / "checkpoint_merged")
+    assert status == 1 and "would take it for one of its own checkpoints" in printed
+    model = tmp_path / "checkpoint-3" / "model.safetensors"
+    data = model.read_bytes()
+    model.write_bytes(data[:8] + b"[" + data[9:])
+    status, printed = command("inspect", tmp_path / "checkpoint-3")
+    assert status == 1 and "    damaged: " in printed and "Traceback" not in printed
+    assert "model.norm.weight.exp_avg_sq" in printed  # of a file after the damaged one

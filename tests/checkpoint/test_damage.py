@@ -22,7 +22,7 @@ from hf_bmtrain.checkpoint.manifest import Checked, Manifest
 from log_lines import log_lines
 from processes import environment
 from ranks import on_ranks
-from resumable import Training
+from resumable import Training, damage
 
 FILES = ["model.safetensors", "optimizer.safetensors", "state.pt", "manifest.json", "config.json"]
 
@@ -88,6 +88,38 @@ def damaged_in_many_ways(folder, file, flips, seed):
 @pytest.mark.parametrize("file", by_default(FILES, "optimizer.safetensors", "manifest.json"))
 def test_every_damage(world, tmp_path, file):
     assert world(2)(damaged_in_many_ways, str(tmp_path), file, 6, 1) == [[], []]
+
+
+def with_frozen_layer(seed=0):
+    training = Training(blocks=2, seed=seed)
+    training.model.model.layers[0].requires_grad_(False)
+    return training
+
+
+def unfreezes_between(folder):
+    """Two checkpoints of trained weights, the newer one of more of them, and damaged."""
+    training = with_frozen_layer()
+    for step in (1, 2):
+        training.train(step)
+        training.save(folder, trained_only=True)
+        training.model.model.layers[0].requires_grad_(True)
+    bmt.synchronize()
+    if bmt.rank() == 0:
+        damage(Path(folder) / "checkpoint-2" / "optimizer.safetensors")
+    bmt.synchronize()
+    other = with_frozen_layer(1)
+    with pytest.raises(RuntimeError, match=r"checkpoint-2.*checkpoint-1, was saved with trained_only.*layers\.0\."):
+        other.load(folder)
+    other = with_frozen_layer(1)
+    before = other.model.state_dict()
+    assert other.load(f"{folder}/checkpoint-1").step == 1
+    changed = {name for name, value in other.model.state_dict().items() if not torch.equal(value, before[name])}
+    assert changed and not any(".layers.0." in name for name in changed)
+
+
+def test_an_older_checkpoint_of_fewer_weights(world, tmp_path):
+    """Weights of the damaged checkpoint would stay in the model beside those of the older one."""
+    world(2)(unfreezes_between, str(tmp_path))
 
 
 @full

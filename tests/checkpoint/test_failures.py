@@ -1,6 +1,7 @@
 """What fails while a checkpoint is saved or loaded is an error on every rank, and nothing is lost."""
 
 import contextlib
+import dataclasses
 import errno
 import os
 import shutil
@@ -18,7 +19,7 @@ import torch
 import hf_bmtrain as bmt
 from cases import by_default, full, in_full
 from hf_bmtrain.checkpoint import folder as folders
-from hf_bmtrain.checkpoint import ranges
+from hf_bmtrain.checkpoint import load_state, ranges
 from hf_bmtrain.checkpoint.header import Damaged
 from hf_bmtrain.checkpoint.manifest import Checked, Manifest
 from hf_bmtrain.checkpoint.save_state import _Posts
@@ -305,7 +306,7 @@ def not_told(folder, point):
     with log_lines() as lines, mock.patch.object(control, "look", lost):
         training.save(folder, non_blocking=True).wait()
     told = (
-        f"{folder}/checkpoint-7 may not have been saved: this rank could not learn it from rank 0. "
+        f"{folder}/checkpoint-7 may not have been saved: this rank did not learn from rank 0 whether it was. "
         "The error was: RuntimeError"
     )
     assert [told in line for line in lines] == [True] * bmt.rank(), lines
@@ -455,6 +456,68 @@ def test_files_that_are_added_are_flushed_before_older_checkpoints_are_deleted(t
     assert folders.find_damage_of_added(tmp_path) is None
 
 
+# -- errors of one rank ----------------------------------------------------------------------------------------------
+
+
+class Scheduler:
+    """A user's own, which fails on one rank only."""
+
+    def __init__(self, saves=True, loads=True):
+        self.saves, self.loads, self.last_epoch = saves or bmt.rank() == 0, loads or bmt.rank() == 0, 0
+
+    def state_dict(self):
+        if not self.saves:
+            raise ValueError("no state")
+        return {"last_epoch": self.last_epoch}
+
+    def load_state_dict(self, state):
+        if not self.loads:
+            raise ValueError("not this state")
+        self.last_epoch = state["last_epoch"]
+
+
+def unsaved_on_one_rank(folder):
+    training, rank = saved_before(folder), bmt.rank()
+    manager = training.manager
+    for arguments in ((manager, Scheduler(saves=False)), (manager, None, threading.Lock() if rank else 1)):
+        with pytest.raises(RuntimeError, match="save_state.*rank 1: .*(no state|cannot pickle)"):
+            bmt.save_state(folder, training.model, *arguments)
+    with mock.patch.object(manager, "schedulers", [Scheduler(saves=False)]):
+        with pytest.raises(RuntimeError, match="nothing was saved to .*rank 1: ValueError: no state"):
+            training.save(folder)
+    with pytest.raises(RuntimeError, match="because an object cannot be pickled. rank 1: TypeError"):
+        bmt.store.allgather_objects(threading.Lock() if rank else 1)
+    with pytest.raises(RuntimeError, match="because an object cannot be pickled. rank 0: TypeError"):
+        bmt.store.broadcast_object(1 if rank else threading.Lock())
+    assert bmt.store.broadcast_object(threading.Lock() if rank else 1) == 1
+    assert names(folder) == [".lock", "checkpoint-1"]
+    bmt.synchronize()
+    training.save(folder, keep=1)
+    return names(folder)
+
+
+def test_state_that_one_rank_cannot_save(world, tmp_path):
+    """The other ranks waited for a rank that had caught its error, until the timeout."""
+    assert world(2)(unsaved_on_one_rank, str(tmp_path)) == [[".lock", "checkpoint-7"]] * 2
+
+
+def rejected_by_one_rank(folder):
+    training = Training(blocks=1)
+    bmt.save_state(folder, training.model, training.manager, Scheduler(), step=1)
+    for manager, scheduler in ((None, Scheduler(loads=False)), (training.manager, Scheduler(loads=False))):
+        with pytest.raises(RuntimeError, match="was loaded only in part.* rank 1: ValueError: not this state"):
+            bmt.load_state(folder, training.model, manager, scheduler)
+    with mock.patch.object(training.optimizer, "_load", mock.Mock(side_effect=[ValueError("no")] * bmt.rank() or None)):
+        with pytest.raises(RuntimeError, match="rank 1: ValueError: no"):
+            bmt.load_state(folder, training.model, training.manager, Scheduler())
+    return bmt.load_state(folder, training.model, training.manager, Scheduler()).step
+
+
+def test_state_that_one_rank_rejects(world, tmp_path):
+    """The others trained on."""
+    assert world(2)(rejected_by_one_rank, str(tmp_path)) == [1, 1]
+
+
 # -- two jobs -------------------------------------------------------------------------------------------------------
 
 HOLDER = """
@@ -542,3 +605,98 @@ def test_a_rank_that_outlives_its_job_writes_to_another_folder(world, tmp_path):
     """The same step is written to a folder of another name: what a rank of a killed job opens is not there."""
     made = world(1)(stage_names, str(tmp_path))[0]
     assert len(made) == 2
+
+
+TAKES_LOCK = """
+import fcntl, sys
+file = open(sys.argv[1], "a+")
+fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+print("another job", file=file, flush=True)
+print("locked", flush=True)
+sys.stdin.read()
+"""
+
+
+def other_job(folder):
+    """Another process that tries to lock the folder, and keeps the lock until its input is closed."""
+    command = [sys.executable, "-c", TAKES_LOCK, str(folder / ".lock")]
+    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def test_a_lock_that_was_lost_is_taken_again(tmp_path):
+    """Copying the folder in the process ends its lock: the next save takes it again, or says who has it."""
+    (tmp_path / "run").mkdir()
+    held = folders.lock(tmp_path / "run")
+    shutil.copytree(tmp_path / "run", tmp_path / "copy")
+    assert folders.lock(tmp_path / "run", held) is held
+    with other_job(tmp_path / "run") as refused:
+        assert refused.communicate()[0] == ""
+    shutil.copytree(tmp_path / "run", tmp_path / "copy 2")
+    with other_job(tmp_path / "run") as other:
+        assert other.stdout.readline() == "locked\n"
+        for _ in range(2):
+            with pytest.raises(RuntimeError, match="another job is also saving to"):
+                folders.lock(tmp_path / "run", held)
+        other.stdin.close()
+    assert folders.lock(tmp_path / "run", held) is held
+    assert str(os.getpid()) in (tmp_path / "run" / ".lock").read_text()
+
+
+PLACES = {"listed": (os, "listdir"), "opened": (load_state, "check_heads"), "read": (load_state, "read_parts")}
+
+
+def replaced_meanwhile(folder, place, name, times):
+    """Another job, played by rank 0, saves over or beside the newest checkpoint whenever `place` is called."""
+    folder, training = Path(folder), Training(blocks=1)
+    training.train(1)
+    training.save(folder, name=name)
+    training.train(3)
+    training.save(folder, name="next")
+    values = training.whole()
+    if bmt.rank() == 0:
+        (folder / "next").rename(folder.with_name("next"))
+    bmt.synchronize()
+    original, calls, after = getattr(*PLACES[place]), 0, place == "listed"
+
+    def replace(*arguments, **options):
+        nonlocal calls
+        if after and str(arguments[0]) != str(folder):  # a call of other code
+            return original(*arguments, **options)
+        calls += 1
+        result = original(*arguments, **options) if after else None
+        bmt.synchronize()
+        if calls <= times and bmt.rank() == 0:
+            new = folder.with_name(f"new-{calls}")
+            shutil.copytree(folder.with_name("next"), new)
+            (new / "manifest.json").write_bytes(dataclasses.replace(Manifest.read(new), number=2 + calls).to_bytes())
+            (newest,) = (Path(entry.path) for entry in os.scandir(folder) if not entry.name.startswith("."))
+            newest.rename(folder / "tmp-removed")
+            new.rename(newest if name == "best" else folder / f"checkpoint-{calls}")
+            shutil.rmtree(folder / "tmp-removed")
+        bmt.synchronize()
+        return result if after else original(*arguments, **options)
+
+    other = Training(blocks=1, seed=1)
+    with log_lines() as lines, mock.patch.object(*PLACES[place], replace):
+        if times > folders.LISTINGS:
+            with pytest.raises(RuntimeError, match=f"no checkpoint .*is intact.* listed {folders.LISTINGS} times"):
+                other.load(folder)
+            return
+        assert other.load(folder).step == 3
+    assert not [line for line in lines if "skipped" in line], lines
+    assert calls
+    for name, value in other.whole().items():
+        assert torch.equal(value, values[name]), name
+
+
+@pytest.mark.parametrize("name", ["checkpoint-0", *in_full("best")])
+@pytest.mark.parametrize("place", by_default(PLACES, "listed", "read"))
+def test_checkpoints_that_another_job_deletes_while_they_are_loaded(world, tmp_path, place, name):
+    """The newer one is loaded: it is neither "damaged" nor missing, and training does not begin anew."""
+    size = 1 if place == "listed" else 2  # only rank 0 lists the folder
+    world(size)(replaced_meanwhile, str(tmp_path / "run"), place, name, 2)
+
+
+@full
+def test_checkpoints_that_another_job_deletes_all_the_time(world, tmp_path):
+    world(2)(replaced_meanwhile, str(tmp_path / "run"), "opened", "checkpoint-0", 100)

@@ -146,7 +146,7 @@ def wrong_bases(folder):
     (folder / "empty").mkdir()
     (folder / "words.safetensors").write_text("words")
     return {
-        "gpt2": r"--base lacks \d+ of the \d+ trained tensors: .*merge_and_unload", "other": "have other shapes",
+        "gpt2": r"--base lacks \d+ of the \d+ trained tensors: .*merge_and_unload", "other": "do not have the shapes",
         "empty": "does not contain a model", "words.safetensors": "does not contain a model",
         "nothing": "does not contain a model in safetensors files",
     }  # fmt: skip

@@ -113,6 +113,44 @@ def test_weights_that_are_not_the_checkpoints(folder, dtype, optimizer):
     assert distance(weights(model), weights(other)) < 1e-3
 
 
+class PlainHead(torch.nn.Module):
+    """As in scripts of BMTrain: the layers are sharded, but the head is not."""
+
+    def __init__(self):
+        super().__init__()
+        self.block = bmt.CheckpointBlock(torch.nn.Linear(4, 4).bfloat16())
+        self.head = torch.nn.Linear(4, 4).bfloat16()
+
+    def forward(self, x):
+        return self.head(self.block(x))
+
+
+@pytest.mark.parametrize("cls", [AdamOptimizer, torch.optim.AdamW])
+@on_ranks(1, 2)
+def test_unsharded_weights_that_are_not_the_checkpoints(folder, cls):
+    """They stay too, although the checkpoint has their masters."""
+    model = PlainHead()
+    optimizer = cls(model.parameters(), lr=0.1)
+    for _ in range(2):
+        model(torch.ones(2, 4).bfloat16()).float().square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    bmt.save_state(folder, model, optimizer, step=1)
+    saved_weights = weights(model)
+    model = PlainHead()
+    expected = weights(model)
+    optimizer = cls(model.parameters(), lr=0.0)
+    bmt.load_state(folder, model, optimizer, weights=False)
+    assert distance(weights(model), expected) == 0
+    for group in optimizer.param_groups:  # loaded
+        group["lr"] = 0.0
+    model(torch.ones(2, 4).bfloat16()).float().square().mean().backward()
+    optimizer.step()
+    assert distance(weights(model), expected) < 1e-3
+    bmt.load_state(folder, model, optimizer)
+    assert distance(weights(model), saved_weights) == 0
+
+
 @pytest.mark.parametrize(
     ("dtype", "optimizer"),
     [("float16", "adam"), *rows_in_full([("float32", "adam"), ("bfloat16", "adam"), ("bfloat16", "torch")])],
@@ -250,3 +288,87 @@ def test_the_working_directory_changes_during_a_save(folder):
         os.chdir(before)
     assert os.listdir(os.path.join(folder, "elsewhere")) == []
     bmt.load(model, os.path.join(folder, "model.pt"))
+
+
+KINDS = {
+    "AdamW": lambda parameters: torch.optim.AdamW(parameters),
+    "Adam": lambda parameters: torch.optim.Adam(parameters),
+    "NAdam": lambda parameters: torch.optim.NAdam(parameters),
+    "RMSprop": lambda parameters: torch.optim.RMSprop(parameters),
+    "SGD": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),
+    "AdamOptimizer": lambda parameters: AdamOptimizer(parameters),
+    "Derived": lambda parameters: Derived(parameters),
+    "Own": lambda parameters: Own(parameters),
+}
+
+
+class Derived(torch.optim.AdamW):
+    """Has a setting that torch's has not."""
+
+    def __init__(self, parameters):
+        super().__init__(parameters)
+        for group in (self.defaults, *self.param_groups):
+            group["own"] = 1
+
+
+class Own(torch.optim.Optimizer):
+    """A user's own, which may do without settings."""
+
+    def __init__(self, parameters):
+        super().__init__(parameters, {"lr": 0.1, "own": 1})
+
+    @torch.no_grad()
+    def step(self):
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.add_(parameter.grad, alpha=-group["lr"])
+
+
+def other_kind(folder, before, after, fits):
+    def make(kind):
+        model = bmt.auto_wrap(torch.nn.Sequential(torch.nn.Linear(4, 4)))
+        return model, KINDS[kind](model.parameters())
+
+    def train(model, optimizer):
+        model(torch.ones(2, 4)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    model, optimizer = make(before)
+    train(model, optimizer)
+    bmt.save_state(folder, model, optimizer)
+    model, optimizer = make(after)
+    values, groups = weights(model), [dict(group) for group in optimizer.param_groups]
+    if not fits:
+        with pytest.raises(RuntimeError, match=f"state of {before}, which cannot be loaded into {after}: .* have no "):
+            bmt.load_state(folder, model, optimizer)
+        assert torch.equal(weights(model), values) and optimizer.param_groups == groups and not optimizer.state
+    else:
+        bmt.load_state(folder, model, optimizer)
+    train(model, optimizer)
+
+
+PAIRS = [("AdamW", "SGD", False), ("SGD", "AdamW", False)]
+MORE_PAIRS = [
+    ("Adam", "RMSprop", False),
+    ("AdamW", "NAdam", False),
+    ("AdamOptimizer", "SGD", False),
+    ("SGD", "Derived", False),
+    ("AdamW", "AdamOptimizer", True),
+    ("AdamOptimizer", "AdamW", True),
+    ("AdamOptimizer", "Derived", True),
+    ("Adam", "AdamW", True),
+    ("AdamW", "Adam", True),
+    ("NAdam", "AdamW", True),
+    ("AdamW", "Derived", True),
+    ("Derived", "AdamW", True),
+    ("SGD", "Own", True),
+    ("SGD", "SGD", True),
+]
+
+
+@pytest.mark.parametrize(("before", "after", "fits"), [*PAIRS, *rows_in_full(MORE_PAIRS)])
+@on_ranks(2)
+def test_the_state_of_another_optimizer(folder, before, after, fits):
+    """It is refused before anything changes, unless the settings that the optimizer needs are there."""
+    other_kind(folder, before, after, fits)

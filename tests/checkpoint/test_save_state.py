@@ -7,6 +7,7 @@ import shutil
 from pathlib import Path
 from unittest import mock
 
+import numpy
 import pytest
 import safetensors.torch
 import torch
@@ -15,6 +16,7 @@ from torch import nn
 
 import hf_bmtrain as bmt
 from cases import full, in_full, in_slow, pairwise, rows_in_full
+from hf_bmtrain.engine.sharding.state_dict import unexpanded
 from ranks import on_ranks
 from resumable import OPTIMIZERS, Training, damage, interrupted, three_checkpoints, undisturbed
 from state_dicts import check_equal
@@ -173,6 +175,88 @@ def test_what_is_returned_is_the_step(folder):
     for each in (resumed, copy.deepcopy(resumed)):
         step, where, extra = each
         assert (step, where.name, extra) == (each.step, "checkpoint-7", {"a": 1}) == (7, each.folder.name, each.extra)
+        assert each == (step, where, extra) and not each != (step, where, extra) and each != (step, where, None)
+
+
+class Strided(torch.nn.Module):
+    """A layer with persistent buffers that are not contiguous."""
+
+    def __init__(self, first: float):
+        super().__init__()
+        self.layer = torch.nn.Linear(4, 4)
+        values = torch.arange(first, first + 12)
+        self.register_buffer("expanded", values[:1].expand(8))
+        self.register_buffer("rows", values[:3, None].expand(3, 4))
+        self.register_buffer("strided", values[::2])
+        self.register_buffer("transposed", values.clone().view(3, 4).t())
+
+    def forward(self, inputs):
+        return self.layer(inputs).sum()
+
+
+@on_ranks(2)
+def test_buffers_that_are_not_contiguous(folder):
+    saved, other = (bmt.auto_wrap(Strided(first), blocks=[]) for first in (1.0, 20.0))
+    for non_blocking in (False, True):
+        for each in saved.buffers():
+            unexpanded(each).add_(1 + bmt.rank())  # the ranks have different values
+        saving = bmt.save_state(folder, saved, non_blocking=non_blocking)
+        if non_blocking:
+            saving.wait()
+        bmt.load_state(folder, other)
+        check_equal(dict(other.named_buffers()), dict(saved.named_buffers()))
+    assert other.expanded.stride() == (0,)
+    saved.rows = torch.arange(12.0).view(3, 4)
+    bmt.save_state(folder, saved)
+    with pytest.raises(RuntimeError, match="shape .3, 4. is expanded, so that it stores only 3 elements"):
+        bmt.load_state(folder, other)
+
+
+@on_ranks(1)
+def test_iterators_of_optimizers_and_schedulers(folder):
+    """Nothing was saved or loaded of them, without an error."""
+    training = Training("llama", "sgd", blocks=1)
+    training.train(1)
+    optimizer, scheduler = training.optimizer, training.scheduler
+    bmt.save_state(folder, training.model, (each for each in [optimizer]), iter([scheduler]), step=1)
+    state = {name: value.clone() for name, value in training.whole().items()}
+    training.train(3)
+    count = scheduler.num_iter
+    bmt.load_state(folder, training.model, (each for each in [optimizer]), iter([scheduler]))
+    check_equal(training.whole(), state)
+    assert scheduler.num_iter < count
+
+
+@on_ranks(2)
+def test_extra_of_a_view_is_its_elements(folder):
+    """The file had all elements of the larger tensor."""
+    big = torch.arange(1_000_000.0)
+    extra = {
+        "view": big[2:4],
+        "nested": [(big[5:8].requires_grad_(),)],
+        "strided": big.view(1000, 1000)[:, 0],
+        "all": 1,
+    }
+    model = bmt.auto_wrap(nn.Linear(2, 2))
+    bmt.save_state(folder, model, extra=extra, step=1)
+    assert os.path.getsize(Path(folder, "checkpoint-1", "state.pt")) < 200_000
+    loaded = bmt.load_state(folder, model).extra
+    assert torch.equal(loaded["view"], big[2:4])
+    assert torch.equal(loaded["strided"], big[::1000])
+    assert loaded["nested"][0][0].requires_grad and loaded["nested"][0][0].tolist() == [5, 6, 7]
+
+
+@on_ranks(1)
+def test_numbers_of_numpy(folder):
+    """They passed the checks of the arguments, and were then refused by json and torch.load."""
+    model = bmt.auto_wrap(nn.Linear(2, 2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=numpy.float64(0.5))
+    scheduler = bmt.lr_scheduler.NoDecay(optimizer, numpy.float32(0.5), numpy.int64(2), numpy.int64(-1))
+    optimizer.param_groups[0]["momentum"] = numpy.float32(0.5)
+    best = {"best": [numpy.float64(0.25)]}
+    bmt.save_state(folder, model, optimizer, scheduler, step=numpy.int64(3), keep=numpy.int64(1), extra=best)
+    loaded = bmt.load_state(folder, model, optimizer, scheduler)
+    assert (loaded, loaded.extra) == (3, best) and optimizer.param_groups[0]["momentum"] == 0.5
 
 
 def test_keep(world, tmp_path):
@@ -379,7 +463,7 @@ def test_none_is_whole(world, tmp_path):
 
 
 def another_model(folder):
-    with pytest.raises(RuntimeError, match=r"of another model: \d+ tensors are missing .* \d+ are unexpected "):
+    with pytest.raises(RuntimeError, match=r"not fit the model\. \d+ tensors of the checkp.* \d+ tensors of the model"):
         Training("gpt2").load(folder)
     with pytest.raises(RuntimeError, match="parameter groups of"):
         Training(frozen=True).load(folder)
@@ -391,3 +475,35 @@ def another_model(folder):
 def test_another_model(world, tmp_path):
     world(2)(three_checkpoints, str(tmp_path))
     world(2)(another_model, str(tmp_path))
+
+
+class Masked(nn.Module):
+    def __init__(self, mask, persistent):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.register_buffer("mask", mask, persistent=persistent)
+
+    def forward(self, x):
+        return self.linear(x) * self.mask
+
+
+@on_ranks(1)
+def test_a_buffer_that_is_persistent_under_its_second_name(folder):
+    mask = torch.full((4,), 2.0)
+    model = nn.Sequential(Masked(mask, False), Masked(mask, True))
+    model = bmt.auto_wrap(model, blocks=list(model))
+    bmt.save_state(folder, model, step=1)
+    mask.zero_()
+    assert bmt.load_state(folder, model).step == 1
+    assert mask.tolist() == [2] * 4
+
+
+@on_ranks(2)
+def test_a_checkpoint_is_no_folder_of_checkpoints(folder):
+    """What is saved in one would not be found: load_state loads the outer one."""
+    model = bmt.auto_wrap(build("llama"))
+    bmt.save_state(folder, model, step=1)
+    inside = f"{folder}/checkpoint-1"
+    with pytest.raises(RuntimeError, match=r"checkpoint-1 is itself a checkpoint.*Pass another folder, such as"):
+        bmt.save_state(inside, model, step=bmt.load_state(inside, model).step + 1)
+    assert bmt.save_state(folder, model, step=2).folder.name == "checkpoint-2"

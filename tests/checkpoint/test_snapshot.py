@@ -90,7 +90,7 @@ def written_beside(folder):
             with torch.no_grad():
                 next(training.model.parameters()).mul_(2)
         with pytest.raises(
-            RuntimeError, match=r"nothing was saved.*rank \d: .*changed weights .* before they were copied"
+            RuntimeError, match=r"nothing was saved.*rank \d: .*changed weights .* before they were saved"
         ):
             saving.wait()
     training.train(4)

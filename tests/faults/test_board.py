@@ -1,10 +1,12 @@
 """What ranks show each other, and operations that are refused before they are issued."""
 
-import glob
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
+from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -17,6 +19,7 @@ from hf_bmtrain.faults import status
 from hf_bmtrain.faults.shared_status import SharedStatus
 from hf_bmtrain.faults.status import Status
 from hf_bmtrain.faults.watch import Watch
+from processes import environment
 from ranks import Ranks
 
 
@@ -59,7 +62,8 @@ def test_ranks_far_apart_are_compared():
         second.note(6)
 
 
-def seen_by_all() -> list[str | None]:
+def seen_by_all() -> tuple[list[str | None], list[str]]:
+    """The texts that all ranks show, and the lines of this process's memory map that name a file of texts."""
     world = bmt.current_world()
     board = SharedStatus(world.control, world.rank)
     board.show(f"é of rank {world.rank}" + "x" * 100 * world.rank)
@@ -67,14 +71,16 @@ def seen_by_all() -> list[str | None]:
     end = time.monotonic() + 5  # the store takes a text without an answer, and other ways may be faster
     while None in (texts := [board.read(rank) for rank in range(world.size)]) and time.monotonic() < end:
         time.sleep(0.01)
-    return texts
+    return texts, [line for line in Path("/proc/self/maps").read_text().splitlines() if "hf_bmtrain_board_" in line]
 
 
 @pytest.mark.parametrize("size", [2, *in_full(3)])
 def test_texts_are_read_by_all_ranks_and_leave_no_file(world, size):
     expected = [f"é of rank {rank}" + "x" * 100 * rank for rank in range(size)]
-    assert world(size)(seen_by_all) == [expected] * size
-    assert not glob.glob("/dev/shm/hf_bmtrain_board_*")
+    for texts, mapped in world(size)(seen_by_all):
+        assert texts == expected
+        assert len(mapped) == 2  # the world's own texts, and those of `seen_by_all`
+        assert all(line.endswith("(deleted)") for line in mapped), mapped
 
 
 def read_from_a_stopped_rank() -> int | None:
@@ -128,7 +134,9 @@ def without_shared_memory():
 
 @full
 def test_texts_go_through_the_store_where_no_memory_is_shared(world):
-    assert world(2)(without_shared_memory) == [["é of rank 0", "é of rank 1" + "x" * 100]] * 2
+    for texts, mapped in world(2)(without_shared_memory):
+        assert texts == ["é of rank 0", "é of rank 1" + "x" * 100]
+        assert len(mapped) == 1  # the world's own texts
 
 
 def test_a_store_that_ends_is_asked_no_more():
@@ -167,6 +175,40 @@ def test_the_place_is_the_users_line(tmp_path):
     assert "(test_the_place_is_the_users_line" in mine.place and mine.waits == "" and not mine.task
     again = Status.from_text(mine.to_text())
     assert again == mine
+
+
+BARRIER = """
+import threading, time
+from datetime import timedelta
+from types import SimpleNamespace
+from unittest import mock
+
+import torch.distributed as dist
+from hf_bmtrain.engine.comm.object_comm import ObjectComm
+from hf_bmtrain.faults.status import Status, line_now
+
+control, never = ObjectComm(1, timedelta(seconds=9)), SimpleNamespace(is_completed=threading.Event().wait)
+control._group = "other ranks"
+with mock.patch.object(dist, "all_reduce", return_value=never):
+    thread = threading.Thread(target=control.barrier, args=("save",), daemon=True)
+    thread.start()
+    time.sleep(0.5)
+status = Status()
+status.look(thread.ident)
+print(status.waits, line_now())
+"""
+
+
+def test_folders_named_like_torch_or_the_package(tmp_path):
+    """The package's own waits were taken for those of torch, and the lines of the program for the package's."""
+    scripts = tmp_path / "pytorch" / "hf_bmtrain_experiments"
+    scripts.mkdir(parents=True)
+    (tmp_path / "pytorch" / "hf_bmtrain").symlink_to(Path(bmt.__file__).parent)
+    (scripts / "train.py").write_text(BARRIER)
+    variables, command = environment(), [sys.executable, str(scripts / "train.py")]
+    variables["PYTHONPATH"] = os.pathsep.join([str(tmp_path / "pytorch"), variables["PYTHONPATH"]])
+    told = subprocess.run(command, cwd=scripts, env=variables, stdout=subprocess.PIPE, text=True, timeout=200).stdout
+    assert told == f"'save' train.py:{len(BARRIER.splitlines())} (<module>)\n"
 
 
 def read_a_long_status() -> list[tuple[str, str]]:

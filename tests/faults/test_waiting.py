@@ -90,8 +90,8 @@ def test_an_operation_of_torch_ends_when_every_other_rank_has_left(said):
     assert alone.look(7) is None
     assert alone.look(8).startswith(
         "No progress for 8 s: rank 1 has left the program; rank 2 has left the program. rank 0 waits for torch."
-        "distributed.all_gather in evaluate at train.py:7 (main). No other rank can take part in it any more. If the "
-        "call is inside `if rank == 0:`, take it out"
+        "distributed.all_gather in evaluate at train.py:7 (main). No other rank can join this operation any more. If "
+        "the call is inside `if rank == 0:`, take it out"
     )
     for others, waits in (
         ((left, running), "torch.distributed.all_gather"),

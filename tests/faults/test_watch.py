@@ -115,7 +115,10 @@ def test_ranks_that_decide_otherwise_are_told():
     finally:
         ranks.stop()
     for text, seconds in told:
-        assert "the ranks differ in a decision" in text and "All ranks must decide the same at the same step" in text
+        assert (
+            "the ranks differ in a decision" in text
+            and "All ranks must make the same decision at the same step" in text
+        )
         assert "rank 0: decision for step 4 after step 3" in text and "rank 1: decision for a stop after step 3" in text
         assert seconds < 8
 

@@ -14,7 +14,7 @@ from accelerate.utils import ProjectConfiguration
 
 import hf_bmtrain as bmt
 import jobs
-from cases import full, in_full, pairwise
+from cases import full, in_full, pairwise, rows_in_full
 from log_lines import log_lines
 from ranks import Ranks, on_ranks
 from resumable import damage
@@ -145,10 +145,10 @@ def two_saved(folder, limit=None):
 
 
 @full
-@pytest.mark.parametrize("size", [2, *in_full(1)])
-def test_total_limit(world, tmp_path, size):
+@pytest.mark.parametrize(("size", "limit"), [(2, 1), (2, 0), *rows_in_full([(1, 1)])])
+def test_total_limit(world, tmp_path, size, limit):
     """kill_points.py shows that the older checkpoint is there until the newer one is whole."""
-    assert world(size)(two_saved, str(tmp_path), 1)[0][0] == [".lock", "checkpoint_1"]
+    assert world(size)(two_saved, str(tmp_path), limit)[0][0] == [".lock", "checkpoint_1"]
 
 
 def passed_over(folder, name):

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 from unittest import mock
 
+import numpy
 import pytest
 import torch
 import transformers
@@ -127,6 +128,13 @@ fcntl.lockf(file, fcntl.LOCK_EX)
 print("locked", flush=True)
 sys.stdin.read()
 """
+
+
+def test_folders_that_are_no_checkpoints(world, tmp_path):
+    for name in ("checkpoint-\u00b2", "checkpoint-", "checkpoint-a", "checkpoint--1"):
+        (tmp_path / name).mkdir()
+    world(1)(set_aside_incomplete, str(tmp_path))
+    assert len(list(tmp_path.iterdir())) == 4
 
 
 def test_a_checkpoint_that_another_job_is_saving_is_left_alone(world, tmp_path):
@@ -350,7 +358,8 @@ def test_damage_to_trainers_own_files(world, tmp_path, capsys):
             state["cpu"][100] ^= 1
             torch.save(state, path)
         elif name == "optimizer.pt":
-            path.write_bytes(data.replace(b"hf_bmtrain", b"hf_bmtraim"))
+            reference = torch.load(path, weights_only=False)["param_groups"][0]["hf_bmtrain"]
+            path.write_bytes(data.replace(reference["id"].encode(), reference["id"][::-1].encode()))
         elif name == "scheduler.pt":
             state = torch.load(path, weights_only=True)
             torch.save({**state, "last_epoch": 1}, path)
@@ -367,6 +376,29 @@ def test_damage_to_trainers_own_files(world, tmp_path, capsys):
     (checkpoint / "complete.json").write_text("{")
     found = verified(checkpoint, capsys)
     assert "damaged: complete.json, which contains only checksums" in found and "delete complete.json" in found
+
+
+WITHOUT_CALLBACK = """
+import sys
+import jobs
+import hf_bmtrain as bmt
+trainer = jobs.make_trainer(sys.argv[1], False, {"max_steps": 4}, make_optimizer=None)
+if sys.argv[3] == "wrapped":
+    bmt.init_distributed()
+    bmt.auto_wrap(trainer.model)
+trainer.train(resume_from_checkpoint=sys.argv[2])
+"""
+
+
+@pytest.mark.parametrize("model", ["plain", *in_full("wrapped")])
+def test_resuming_without_the_callback(world, tmp_path, model):
+    """A Trainer that would start with an empty optimizer state is stopped by an error that names the callback."""
+    given = {"max_steps": 2, "save_strategy": "steps", "save_steps": 2}
+    world(2)(run, str(tmp_path), given, {"make_optimizer": bmt_adam})
+    program = [sys.executable, "-c", WITHOUT_CALLBACK, str(tmp_path), str(tmp_path / "checkpoint-2"), model]
+    paths = os.pathsep.join([*filter(None, sys.path), str(Path(jobs.__file__).parent)])
+    ended = subprocess.run(program, capture_output=True, text=True, timeout=80, env=os.environ | {"PYTHONPATH": paths})
+    assert ended.returncode != 0 and "optimizer_state_needs_BMTrainCallback" in ended.stderr, ended.stderr
 
 
 def loaded_by_hand(folder, given, options, checkpoint):
@@ -414,6 +446,34 @@ def test_a_damaged_checkpoint_is_passed_over(world, tmp_path, how):
     assert (tmp_path / "incomplete-checkpoint-4").is_dir() == (how != "flipped")
 
 
+class Table:
+    """Learning rates of one's own. LambdaLR saves the array, which torch.load(weights_only=True) refuses."""
+
+    def __init__(self):
+        self.rates = numpy.linspace(1, 0, 10)
+
+    def __call__(self, step):
+        return float(self.rates[step])
+
+
+def train_by_table(folder):
+    """Two jobs with the same output folder: the second one leaves the checkpoint of the first one alone."""
+    for _ in range(2):
+        model = bmt.auto_wrap(build("llama"))
+        optimizer = bmt_adam(model)
+        args = transformers.TrainingArguments(folder, max_steps=2, save_steps=2, report_to=[], use_cpu=True)
+        transformers.Trainer(
+            model, args, train_dataset=jobs.Rows(), callbacks=[bmt.hf.BMTrainCallback()],
+            optimizers=(optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, Table())),
+        ).train()  # fmt: skip
+
+
+@full
+def test_a_scheduler_that_torch_refuses_to_load(world, tmp_path):
+    world(1)(train_by_table, str(tmp_path))
+    assert [path.name for path in tmp_path.glob("*checkpoint-*")] == ["checkpoint-2"]
+
+
 @pytest.mark.parametrize("sizes", [(2, 3), *in_full((2, 1), (1, 2), (3, 1))])
 def test_another_number_of_ranks(world, tmp_path, sizes):
     """The optimizer's state is in the parameters' shapes, for any number of ranks."""
@@ -423,7 +483,7 @@ def test_another_number_of_ranks(world, tmp_path, sizes):
         options = {"make_optimizer": make_optimizer}
         whole = world(before)(run, str(tmp_path / "run"), given, options)[0]
         here = world(after)(run, str(tmp_path / "run"), given, options, str(tmp_path / "run" / "checkpoint-2"))[0]
-        assert any("rows a step, but this training has" in line for line in here["said"]) == (3 in sizes)
+        assert any("rows per step, but this run has" in line for line in here["said"]) == (3 in sizes)
         if 3 not in sizes:  # the rows of a step are the same
             for (mine,), (theirs,) in zip(losses(here["history"]), losses(whole["history"])):
                 assert mine == pytest.approx(theirs, rel=1e-5)
@@ -460,6 +520,26 @@ def terminated(folder, given, options):
     with pytest.raises(SystemExit, match="143"):
         run(folder, given, {**options, "callbacks": callbacks})
     assert signal.getsignal(signal.SIGTERM) is before
+
+
+class Fails(transformers.TrainerCallback):
+    def on_step_end(self, args, state, control, **kwargs):
+        raise ValueError("a bad row")
+
+
+def failed(folder):
+    callbacks = [Fails(), bmt.hf.BMTrainCallback(save_on_sigterm=True)]
+    trainer = jobs.make_trainer(folder, True, {}, size=bmt.world_size(), callbacks=callbacks)
+    before = signal.getsignal(signal.SIGTERM)
+    for _ in range(2):
+        with pytest.raises(ValueError, match="a bad row"):
+            trainer.train()
+        assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_sigterm_after_an_error(world, tmp_path):
+    """It ends the process, as before training."""
+    world(1)(failed, str(tmp_path))
 
 
 @pytest.mark.parametrize("size", SIZES)
@@ -631,6 +711,107 @@ def test_modules_to_save_of_adapters(world, tmp_path, size, leaves_out):
             assert torch.equal(value, expected[name]), name
 
 
+def beside_adapters(folder, kind, resume):
+    """The trained parameters after training or, with `resume`, at its beginning."""
+    import peft
+
+    configs = {
+        "thawed": lambda: peft.LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM"),
+        "prompts": lambda: peft.PromptEncoderConfig(num_virtual_tokens=2, encoder_hidden_size=8, task_type="CAUSAL_LM"),
+    }
+    torch.manual_seed(0 if resume is None else 1)
+    model = peft.get_peft_model(build("llama"), configs[kind]())
+    if kind == "thawed":
+        model.base_model.model.lm_head.weight.requires_grad_(True)
+    model = bmt.auto_wrap(model)
+    beginning = TrainedAtTheBeginning()
+    trainer = transformers.Trainer(
+        model=model, train_dataset=jobs.Rows(), optimizers=(jobs.sgd(model), None),
+        callbacks=[bmt.hf.BMTrainCallback(), beginning],
+        args=jobs.arguments(folder, save_strategy="steps", save_steps=3),
+    )  # fmt: skip
+    trainer.train(resume_from_checkpoint=resume)
+    return trained_parameters(model) if resume is None else beginning.parameters
+
+
+class TrainedAtTheBeginning(transformers.TrainerCallback):
+    """Takes the trained parameters when everything is loaded."""
+
+    def on_train_begin(self, args, state, control, model=None, **kwargs):
+        self.parameters = trained_parameters(model)
+
+
+def trained_parameters(model):
+    return {name: p.gather().detach() for name, p in model.named_parameters() if p.requires_grad}
+
+
+@pytest.mark.parametrize("kind", ["prompts", *in_full("thawed")])
+@pytest.mark.parametrize("size", SIZES)
+def test_weights_that_peft_does_not_save(world, tmp_path, size, kind):
+    """Weights of the base that are trained beside adapters, and the network behind prompts, are resumed, too."""
+    pytest.importorskip("peft")
+    saved = world(size)(beside_adapters, str(tmp_path), kind, None)
+    resumed = world(size)(beside_adapters, str(tmp_path), kind, str(tmp_path / "checkpoint-3"))
+    for here, there in zip(resumed, saved):
+        check_equal(here, there)
+
+
+def adapters_replaced(folder):
+    """The adapters at the beginning of a resumed training, after the user has doubled those in the checkpoint."""
+    from safetensors.torch import load_file, save_file
+
+    beside_adapters(folder, "thawed", None)
+    checkpoint = Path(folder, "checkpoint-3")
+    if bmt.rank() == 0:
+        file = checkpoint / "adapter_model.safetensors"
+        save_file({name: 2 * value for name, value in load_file(file).items()}, file, {"format": "pt"})
+        (checkpoint / "complete.json").unlink()
+    bmt.synchronize()
+    with log_lines() as said:
+        beginning = beside_adapters(folder, "thawed", str(checkpoint))
+    return beginning, load_file(checkpoint / "adapter_model.safetensors"), said
+
+
+@full
+@pytest.mark.parametrize("size", SIZES)
+def test_replaced_adapters_stay(world, tmp_path, size):
+    pytest.importorskip("peft")
+    results = world(size)(adapters_replaced, str(tmp_path))
+    for beginning, replaced, _ in results:
+        for name, value in beginning.items():
+            if "lora_" in name:
+                assert torch.equal(value, replaced[name.replace(".default", "")]), name
+    assert any("has no complete.json" in line for line in results[0][2])
+
+
+def sixteen_bits(folder, resume):
+    """Adapters in bfloat16; the losses of the steps, and their dtype in the end."""
+    import peft
+
+    config = peft.LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM")
+    model = peft.get_peft_model(build("llama").bfloat16(), config, autocast_adapter_dtype=False)
+    trainer = transformers.Trainer(
+        model=bmt.auto_wrap(model), train_dataset=jobs.Rows(), eval_dataset=jobs.Rows(),
+        optimizers=(jobs.sgd(model), None), callbacks=[bmt.hf.BMTrainCallback()],
+        args=jobs.arguments(
+            folder, save_strategy="steps", save_steps=1, eval_strategy="steps", eval_steps=1,
+            load_best_model_at_end=True,
+        ),
+    )  # fmt: skip
+    trainer.train(resume_from_checkpoint=resume)
+    return losses(trainer.state.log_history), {p.dtype for p in model.parameters()}
+
+
+@full
+@pytest.mark.parametrize("size", SIZES)
+def test_adapters_in_16_bits(world, tmp_path, size):
+    """They are resumed, and the best are loaded in the end, in the dtype in which they were sharded."""
+    pytest.importorskip("peft")
+    first = world(size)(sixteen_bits, str(tmp_path), None)
+    resumed = world(size)(sixteen_bits, str(tmp_path), str(tmp_path / "checkpoint-2"))
+    assert resumed == first and first[0][1] == {torch.bfloat16}
+
+
 class Plain(torch.nn.Module):
     """A model that is no PreTrainedModel."""
 
@@ -685,6 +866,45 @@ class AtTheBeginning(transformers.TrainerCallback):
 
 def copies_of_buffers(model):
     return {name: buffer.clone() for name, buffer in model.named_buffers()}
+
+
+def segformer():
+    """A PreTrainedModel with batch norm, and rows for it."""
+    config = transformers.SegformerConfig(
+        num_encoder_blocks=2, depths=[1, 1], sr_ratios=[1, 1], hidden_sizes=[16, 16], patch_sizes=[3, 3],
+        strides=[2, 2], num_attention_heads=[1, 1], mlp_ratios=[2, 2], decoder_hidden_size=16, num_labels=3,
+    )  # fmt: skip
+    generator = torch.Generator().manual_seed(bmt.rank())
+    rows = [{"pixel_values": torch.randn(3, 16, 16, generator=generator), "labels": torch.ones(16, 16).long()}] * 8
+    return transformers.SegformerForSemanticSegmentation(config), rows
+
+
+def saved_with_new_buffers(folder, named):
+    """The buffers when the model was saved, after they had changed since the end of training."""
+    model, rows = segformer() if named else (Normalized(), jobs.Rows())
+    model = bmt.auto_wrap(model)
+    trainer = transformers.Trainer(
+        model=model, args=jobs.arguments(folder, per_device_train_batch_size=4), train_dataset=rows,
+        optimizers=(jobs.sgd(model), None), callbacks=[bmt.hf.BMTrainCallback()],
+    )  # fmt: skip
+    trainer.train()
+    for module in model.modules():
+        if isinstance(module, torch.nn.modules.batchnorm._BatchNorm):
+            module.running_mean.fill_(3.0 + bmt.rank())
+            module.running_var = torch.full_like(module.running_var, 4.0)
+    trainer.save_model(f"{folder}/saved")  # rank 0 enters it alone
+    bmt.synchronize()
+    return copies_of_buffers(model)
+
+
+@pytest.mark.parametrize("named", [True, *in_full(False)])
+def test_buffers_that_changed_since_the_end_of_training(world, tmp_path, named):
+    """`update_bn` of torch.optim.swa_utils changes them."""
+    from safetensors.torch import load_file
+
+    expected = world(2)(saved_with_new_buffers, str(tmp_path), named)[0]
+    saved = load_file(tmp_path / "saved" / "model.safetensors")
+    assert expected and all(torch.equal(saved[name], value) for name, value in expected.items())
 
 
 def normalized(folder, adapted, resume):

@@ -315,6 +315,24 @@ def test_refused(world, tmp_path):
     world(2)(refused, str(tmp_path))
 
 
+def added_later(folder):
+    """An auto_wrap of parameters that are added to what was loaded: its options are those of from_pretrained."""
+    model = bmt.hf.from_pretrained(transformers.LlamaForCausalLM, folder, mlp_chunks=2)
+    model.scale = torch.nn.Parameter(torch.ones(3))
+    with pytest.raises(ValueError, match="wrapped with mlp_chunks=2, which a later call cannot change to mlp_chunks=4"):
+        bmt.auto_wrap(model, mlp_chunks=4)
+    bmt.auto_wrap(model, mlp_chunks=2)
+    model.scale = torch.nn.Parameter(torch.ones(3))
+    arguments = transformers.TrainingArguments(f"{folder}/out", report_to="none", use_cpu=True)
+    transformers.Trainer(model, arguments, callbacks=[bmt.hf.BMTrainCallback()])  # shards what a trainer has added
+    assert isinstance(model.scale, bmt.DistributedParameter)
+
+
+def test_added_later(world, tmp_path):
+    build("llama").save_pretrained(tmp_path)
+    world(2)(added_later, str(tmp_path))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("function", "most"), [("measure", 0.6), ("measure_filling", 0.6), ("measure_saving", 0.1)])
 def test_host_memory(tmp_path, function, most):

@@ -54,6 +54,14 @@ def optimizer_from_before_in_trainer(folder):
         trainer.train()
 
 
+def hyperparameter_search(folder):
+    """Trainer saves a trial to run-0/checkpoint-2, but this package would save it to checkpoint-2."""
+    args = jobs.arguments(folder, save_strategy="steps")
+    search = transformers.TrainerState(is_hyper_param_search=True)
+    with pytest.raises(ValueError, match="folder of its own.* Pass save_strategy='no'"):
+        bmt.hf.BMTrainCallback().on_train_begin(args, search, transformers.TrainerControl())
+
+
 def trainer_without_callback(folder):
     model = bmt.auto_wrap(build("llama"))
     args = jobs.arguments(folder)
@@ -255,7 +263,9 @@ def local_sgd():
     try:
         model = accelerator.prepare(bmt.auto_wrap(Tower()))
         assert not hasattr(model, "no_sync")
-        with pytest.raises(AttributeError, match="LocalSGD calls it too, and needs all weights on each rank"):
+        with pytest.raises(
+            AttributeError, match="LocalSGD, .* cannot be used, because it needs all weights on each rank"
+        ):
             LocalSGD(accelerator, model, local_sgd_steps=2).__enter__()
     finally:
         AcceleratorState._reset_state(reset_partial_state=True)
@@ -281,7 +291,8 @@ CASES = [
     accelerate_that_sees_other_ranks_or_shards_itself, local_sgd,
 ]  # fmt: skip
 IN_A_FOLDER = [
-    optimizer_from_before_in_trainer, refused_arguments, model_without_wrapping, half_weights_without_masters
+    optimizer_from_before_in_trainer, hyperparameter_search, refused_arguments, model_without_wrapping,
+    half_weights_without_masters,
 ]  # fmt: skip
 
 

@@ -1,14 +1,19 @@
 """Losses that are means over labels where ranks or Trainers differ; `trainer_usages` compares them with one process."""
 
+import gc
+import math
+import weakref
+
 import pytest
 import torch
 import transformers
-from trainer_usages import OwnMean, Rows, bert, collate, ctc, llama, mean_of_outputs, own
+from trainer_usages import OwnMean, Rows, bert, collate, ctc, electra, llama, mean_of_outputs, own, segformer
 
 import hf_bmtrain as bmt
 import jobs
-from cases import full
+from cases import full, in_full
 from hf_bmtrain.hf.losses.count_use import CountUse
+from hf_bmtrain.hf.losses.hooks import counted_labels
 from log_lines import log_lines
 from tiny_models import build
 
@@ -113,6 +118,95 @@ def test_sums_of_micro_batches_are_told(world, tmp_path):
         for name in "own", "function":  # four micro-batches in one process
             assert found[name][:2] == pytest.approx([number * times / 4 for number in plain[name][:2]], rel=1e-5)
     assert not other["summed"][2]
+
+
+def trained_with_function(folder, wrap, given):
+    """The log of an epoch of 10 rows, 8 in a step, the evaluation loss, and how many of the made models are alive.
+
+    given: where the Trainer gets the model, "model" or "model_init", and the function, "constructor" or "attribute".
+    """
+    made, (place, when) = [], given
+
+    def make():
+        model = bert("SequenceClassification", num_labels=3)()
+        model = bmt.auto_wrap(model) if wrap else model
+        made.append(weakref.ref(model))
+        return model
+
+    args = jobs.arguments(
+        folder, per_device_train_batch_size=8 // bmt.world_size(), max_steps=2, optim="sgd",
+        per_device_eval_batch_size=8 // bmt.world_size(),
+    )  # fmt: skip
+    trainer = transformers.Trainer(
+        **{place: make if place == "model_init" else make()}, args=args, data_collator=collate,
+        train_dataset=Rows("class", 10), eval_dataset=Rows("class", 10, 1),
+        callbacks=[bmt.hf.BMTrainCallback()] if wrap else [],
+        compute_loss_func=mean_of_outputs if when == "constructor" else None,
+    )  # fmt: skip
+    if when == "attribute":
+        trainer.compute_loss_func = mean_of_outputs
+    before = [trainer.evaluate()["eval_loss"]] if place == "model" else []
+    trainer.train()
+    gc.collect()
+    logged = [number for step in jobs.losses(trainer.state.log_history, "grad_norm") for number in step]
+    return [*before, *logged, trainer.evaluate()["eval_loss"]], sum(model() is not None for model in made)
+
+
+@pytest.mark.parametrize(
+    "given", [("model", "attribute"), ("model_init", "constructor"), *in_full(("model_init", "attribute"))]
+)
+def test_a_loss_function_of_another_moment(world, tmp_path, given):
+    """`compute_loss_func` is set after the Trainer is made, or the model is made again when training begins."""
+    ((plain, _),) = world(1)(trained_with_function, str(tmp_path), False, given)
+    for found, alive in world(2)(trained_with_function, str(tmp_path), True, given):
+        assert found == pytest.approx(plain, rel=1e-4)
+        assert alive == 1
+
+
+def without_labels(folder, head, label, wrap):
+    """The logged loss, and the weights, of a step of 4 rows whose labels are all -100."""
+    model = bert(head, num_labels=1 if head == "SequenceClassification" else 3)()
+    rows = [{"input_ids": torch.arange(1, 5) + row, "labels": label} for row in range(4)]
+    args = jobs.arguments(folder, per_device_train_batch_size=4 // bmt.world_size(), max_steps=1, optim="sgd")
+    trainer = transformers.Trainer(
+        model=bmt.auto_wrap(model) if wrap else model, args=args, train_dataset=rows,
+        callbacks=[bmt.hf.BMTrainCallback()] if wrap else [],
+    )  # fmt: skip
+    trainer.train()
+    return trainer.state.log_history[0]["loss"], jobs.weights(trainer.model)
+
+
+@pytest.mark.parametrize(
+    ("head", "label", "finite"),
+    [
+        ("SequenceClassification", torch.tensor(-100.0), True),
+        ("TokenClassification", torch.full((4,), -100), False),  # 0 / 0, of which gradients are 0
+    ],
+)
+def test_all_labels_are_minus_one_hundred(world, tmp_path, head, label, finite):
+    ((loss, weights),) = world(1)(without_labels, str(tmp_path), head, label, False)
+    assert math.isfinite(loss) == finite
+    for found, moved in world(2)(without_labels, str(tmp_path), head, label, True):
+        assert found == pytest.approx(loss, rel=1e-5, nan_ok=True)
+        for name, weight in weights.items():
+            torch.testing.assert_close(moved[name], weight, msg=name)
+
+
+def test_which_labels_count():
+    pixels, numbers = torch.tensor([[[0, 255, -100]]]), torch.tensor([0.0, -100.0])
+    ids, mask = torch.tensor([[1, 0, -100]]), torch.tensor([[1, 0, 1]])
+    for model, given, own_code, counted in [
+        (segformer(), {"labels": pixels}, False, [[[True, False, True]]]),
+        (segformer(1), {"labels": pixels[..., :2]}, False, [[[True, True]]]),
+        (segformer(), {"labels": pixels[0, 0, :2]}, False, [True, True]),  # classes of images
+        (llama(), {"labels": numbers}, False, [True, True]),
+        (llama(), {"labels": numbers}, True, [True, False]),
+        (llama(), {"labels": ids, "attention_mask": mask}, False, [[True, True, False]]),
+        (electra(), {"labels": ids, "attention_mask": mask}, False, [[True, False, False]]),
+        (electra(), {"labels": ids}, False, [[True, True, False]]),
+    ]:
+        assert counted_labels(model, given, own_code).tolist() == counted
+    assert counted_labels(llama(), {"labels": None}, False) is None
 
 
 def divide(total, count):

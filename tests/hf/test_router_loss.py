@@ -1,16 +1,17 @@
 """The routers' auxiliary loss under Trainer: its coefficient times the mean over micro-batches and ranks."""
 
 import copy
+import gc
 import logging
 
 import pytest
 import torch
 import transformers
-from trainer_usages import mean_over_labels
+from trainer_usages import bert, mean_over_labels
 
 import hf_bmtrain as bmt
 import jobs
-from cases import full, in_full, slow
+from cases import full, in_full, rows_in_full, slow
 from log_lines import log_lines
 from zoo_families import FAMILIES
 
@@ -37,39 +38,43 @@ def build(name):
     return model
 
 
-def plain_steps(name, rows, accumulation):
+def mixtral():
+    return build("mixtral")
+
+
+def plain_steps(name, rows, accumulation, total=ROWS):
     """Losses and weights of plain torch: the cross entropy of all tokens, the mean of the auxiliary losses."""
     model = build(name)
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=LEARNING_RATE)
-    batches = list(torch.utils.data.DataLoader(jobs.Rows(ROWS), rows))
+    batches = list(torch.utils.data.DataLoader(jobs.Rows(total), rows))
     losses = []
     for start in range(0, len(batches), accumulation):
         parts = batches[start : start + accumulation]
         count = sum(part["labels"][:, 1:].ne(-100).sum() for part in parts)
-        total = 0.0
+        step = 0.0
         for part in parts:
             outputs = model(**part, num_items_in_batch=count)
             assert outputs.aux_loss > 0
             loss = outputs.loss - (1 - 1 / len(parts)) * COEFFICIENT * outputs.aux_loss
             loss.backward()
-            total += loss.item()
+            step += loss.item()
         optimizer.step()
         optimizer.zero_grad()
-        losses.append(total)
+        losses.append(step)
     return losses, model.state_dict()
 
 
-def trained(folder, name, rows, accumulation, callback=None, wrapped=True):
+def trained(folder, name, rows, accumulation, callback=None, wrapped=True, total=ROWS):
     """What a run of one epoch logs, its weights, and the log lines on rank 0."""
     model = build(name)
     model = bmt.auto_wrap(model) if wrapped else model
-    steps = -(-ROWS // (rows * bmt.world_size() * accumulation))
+    steps = -(-total // (rows * bmt.world_size() * accumulation))
     args = jobs.arguments(
         folder, per_device_train_batch_size=rows, gradient_accumulation_steps=accumulation, max_steps=steps,
         train_sampling_strategy="sequential", optim="sgd", learning_rate=LEARNING_RATE,
     )  # fmt: skip
     callbacks = [callback or bmt.hf.BMTrainCallback()] if wrapped else []
-    trainer = transformers.Trainer(model, args=args, train_dataset=jobs.Rows(ROWS), callbacks=callbacks)
+    trainer = transformers.Trainer(model, args=args, train_dataset=jobs.Rows(total), callbacks=callbacks)
     with log_lines(logging.INFO) as lines:
         trainer.train()
     return [loss for (loss,) in jobs.losses(trainer.state.log_history)], jobs.weights(model), lines
@@ -102,6 +107,14 @@ def test_as_one_process(world, tmp_path, name, size, accumulation):
     assert sum(f"{size * accumulation} times in a step" in line for line in results[0][2]) == 1
 
 
+@pytest.mark.parametrize(("accumulation", "total"), [(1, 20), *rows_in_full([(1, 18), (2, 28)])])
+def test_a_rank_without_rows_of_the_last_batch(world, tmp_path, accumulation, total):
+    """Its repeated rows do not count, and the mean is that of the other ranks."""
+    plain = plain_steps("mixtral", 4, 2 * accumulation, total)
+    for ours in world(2)(trained, str(tmp_path), "mixtral", 4, accumulation, None, True, total):
+        check_same(ours, plain)
+
+
 def kept(folder):
     ours = trained(folder, "mixtral", 2, 2, callback=bmt.hf.BMTrainCallback(average_router_loss=False))
     return ours, trained(folder, "mixtral", 2, 2, wrapped=False)
@@ -114,7 +127,7 @@ def test_the_switch_keeps_what_trainer_does(world, tmp_path):
         assert not any("auxiliary" in line for line in ours[2])
 
 
-def evaluated_and_trained_again(folder):
+def evaluated_and_trained_again(folder, total):
     """A second Trainer of the same model, with a callback of its own, does not divide once more."""
     model = bmt.auto_wrap(build("mixtral"))
     plain = copy.deepcopy(build("mixtral")).eval()
@@ -122,25 +135,82 @@ def evaluated_and_trained_again(folder):
     found = []
     for _ in range(2):
         trainer = transformers.Trainer(
-            model, args=args, eval_dataset=jobs.Rows(ROWS), callbacks=[bmt.hf.BMTrainCallback()]
+            model, args=args, eval_dataset=jobs.Rows(total), callbacks=[bmt.hf.BMTrainCallback()]
         )
         found.append(trainer.evaluate()["eval_loss"])
-    batches = list(torch.utils.data.DataLoader(jobs.Rows(ROWS), 2))
+    batches = list(torch.utils.data.DataLoader(jobs.Rows(total), 2))
     expected = 0.0
     for start in range(0, len(batches), bmt.world_size()):
         parts = batches[start : start + bmt.world_size()]
         count = sum(part["labels"][:, 1:].ne(-100).sum() for part in parts)
         outputs = [plain(**part, num_items_in_batch=count) for part in parts]
         auxiliary = sum(output.aux_loss for output in outputs) * COEFFICIENT
-        expected += (sum(output.loss for output in outputs) - auxiliary + auxiliary / len(parts)).item()
-    return found, expected * bmt.world_size() / len(batches)
+        loss = sum(output.loss for output in outputs) - auxiliary + auxiliary / len(parts)
+        expected += loss.item() * sum(len(part["labels"]) for part in parts)
+    return found, expected / total
 
 
 @full
-@pytest.mark.parametrize("size", [1, 2])
-def test_evaluation_and_a_second_trainer(world, tmp_path, size):
-    found, expected = world(size)(evaluated_and_trained_again, str(tmp_path))[0]
+@pytest.mark.parametrize(("size", "total"), [(1, ROWS), (2, ROWS), (2, ROWS - 2), (2, ROWS - 3)])
+def test_evaluation_and_a_second_trainer(world, tmp_path, size, total):
+    found, expected = world(size)(evaluated_and_trained_again, str(tmp_path), total)[0]
     assert found == [pytest.approx(expected, rel=1e-5)] * 2
+
+
+class EvaluatesByAnother(transformers.TrainerCallback):
+    """Evaluates the model with a Trainer of its own, which it keeps or drops, before the second step."""
+
+    def __init__(self, keep, given):
+        self.keep, self.given, self.kept = keep, given, None
+
+    def on_step_begin(self, args, state, control, model=None, **kwargs):
+        if state.global_step == 1:
+            args = jobs.arguments(args.output_dir, per_device_eval_batch_size=2, **self.given)
+            trainer = transformers.Trainer(
+                model, args=args, eval_dataset=jobs.Rows(4), callbacks=[bmt.hf.BMTrainCallback()]
+            )
+            trainer.evaluate()
+            self.kept = trainer if self.keep else None
+
+
+def trained_and_evaluated(folder, make, other):
+    """The log of two steps, during which another Trainer may use the model, and of evaluations around a third one."""
+    model, data = bmt.auto_wrap(make()), jobs.Rows(8 * bmt.world_size())
+    args = jobs.arguments(
+        folder, per_device_train_batch_size=2, gradient_accumulation_steps=2, max_steps=2, optim="sgd",
+        per_device_eval_batch_size=2,
+    )  # fmt: skip
+    callbacks = [bmt.hf.BMTrainCallback()] if other is None else [EvaluatesByAnother(*other), bmt.hf.BMTrainCallback()]
+    trainer = transformers.Trainer(model, args=args, train_dataset=data, eval_dataset=data, callbacks=callbacks)
+    trainer.train()
+    if other is not None:
+        given = jobs.arguments(folder, **other[1])
+        second = transformers.Trainer(model, args=given, callbacks=[bmt.hf.BMTrainCallback()])
+        del second
+        gc.collect()
+    return jobs.losses(trainer.state.log_history, "grad_norm"), trainer.evaluate()["eval_loss"]
+
+
+def bert_of_tokens():
+    return bert("MaskedLM")()
+
+
+UNAVERAGED = {"average_tokens_across_devices": False}
+
+
+@pytest.mark.parametrize(
+    ("make", "keep", "given"),
+    [
+        (mixtral, False, {}),
+        *rows_in_full([(mixtral, True, {}), (mixtral, True, UNAVERAGED), (bert_of_tokens, True, UNAVERAGED)]),
+    ],
+)
+def test_another_trainer_uses_the_model_meanwhile(world, tmp_path, make, keep, given):
+    """Losses are those of the Trainer that computes."""
+    expected = world(2)(trained_and_evaluated, str(tmp_path), make, None)
+    for found, truth in zip(world(2)(trained_and_evaluated, str(tmp_path), make, (keep, given)), expected):
+        assert found[0] == [pytest.approx(step, rel=1e-5) for step in truth[0]]
+        assert found[1] == pytest.approx(truth[1], rel=1e-5)
 
 
 def evaluated_mean(folder):

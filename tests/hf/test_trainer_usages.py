@@ -3,6 +3,7 @@
 import re
 
 import pytest
+import torch
 import transformers
 from trainer_usages import USAGES, Normed, OwnLoss, Rows, Stream, bert, collate, judge, llama, run
 
@@ -14,7 +15,8 @@ from log_lines import log_lines
 DEFAULT = (
     "causal, the second rank has no row left", "classes, no row left", "generation", "masked words",
     "masked mean of one's own, no row left", "own model, a mean", "own loss_function, a mean",
-    "compute_loss_func, a mean",
+    "compute_loss_func, a mean", "regression to -100, no row left", "segmentation, no row left",
+    "tokens and next sentences", "compute_loss_func, a sum, no row left",
 )  # fmt: skip
 IN_FULL = (
     "causal, accumulated", "label smoothing", "regression, no row left", "token classes, no row left",
@@ -25,6 +27,9 @@ IN_FULL = (
     "masked mean of one's own", "loss by label, no row left", "loss by label, counted, no row left",
     "own model, a mean, no row left", "own model, names the count", "own model, some ranks use the count",
     "own model, subclass with another loss", "own loss_function, a sum", "compute_loss_func, a sum",
+    "regression to -100", "segmentation", "segmentation, one class", "classes of allowed tokens",
+    "tokens and order of sentences", "token classes, a rank without any", "compute_loss_func, a mean, no row left",
+    "compute_loss_func, a sum, accumulated", "compute_loss_func, forward without keywords, no row left",
 )  # fmt: skip
 
 
@@ -101,3 +106,35 @@ def test_batch_norm_keeps_its_full_batch(world, tmp_path):
     assert not others and len(lines) == 1
     assert "the model has batch norm, which cannot train with a single row on a rank" in lines[0]
     assert loss < 10
+
+
+class OwnLoader(transformers.Trainer):
+    """Reads its rows by a DataLoader that Accelerate has not prepared."""
+
+    sampled = False
+
+    def get_train_dataloader(self):
+        rows = self.train_dataset
+        sampler = torch.utils.data.DistributedSampler(rows, bmt.world_size(), bmt.rank()) if self.sampled else None
+        return torch.utils.data.DataLoader(rows, self._train_batch_size, sampler=sampler, collate_fn=collate)
+
+
+class SampledLoader(OwnLoader):
+    sampled = True
+
+
+def warnings_of_loader(folder, cls):
+    """What is said when `cls` trains."""
+    trainer = cls(
+        model=bmt.auto_wrap(llama()), args=jobs.arguments(folder, per_device_train_batch_size=4, max_steps=1),
+        train_dataset=Rows("ids", 16), data_collator=collate, callbacks=[bmt.hf.BMTrainCallback()],
+    )  # fmt: skip
+    with log_lines() as lines:
+        trainer.train()
+    return [line for line in lines if "same first batch" in line]
+
+
+def test_a_loader_that_gives_all_ranks_the_same_rows(world, tmp_path):
+    for number, (cls, told) in enumerate([(OwnLoader, 1), (SampledLoader, 0)]):
+        results = world(2)(warnings_of_loader, str(tmp_path / str(number)), cls)
+        assert [len(lines) for lines in results] == [told, 0]

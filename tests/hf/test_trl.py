@@ -11,6 +11,7 @@ from transformers import PreTrainedTokenizerFast
 import hf_bmtrain as bmt
 from cases import full, in_full, rows_in_full
 from jobs import CHECKPOINTING, check_same, losses, weights
+from log_lines import log_lines
 from ranks import on_ranks
 from tiny_models import VOCABULARY, build
 
@@ -289,6 +290,58 @@ def test_like_as_many_processes(world, tmp_path, size, kind, how, truth, method)
     names = ("reward", "kl", "completions/mean_length") if kind is grpo else ("entropy", "mean_token_accuracy")
     for ours, plainly in zip(world(size)(train_sharded, kind, how, str(tmp_path / "ours"), None, method), expected):
         check_same(ours, plainly, "grad_norm", *names)
+
+
+def gpt2(method):
+    return build("gpt2"), {}
+
+
+def sharded_gpt2(method):
+    return bmt.auto_wrap(build("gpt2")), {"callbacks": [bmt.hf.BMTrainCallback()]}
+
+
+def evaluate(kind, how, folder, size, given, columns, method="lora"):
+    """The loss of an evaluation with 8 rows a batch on all ranks together, and what is told of it."""
+    import datasets
+
+    rows = datasets.Dataset.from_dict(columns)
+    given = {"per_device_eval_batch_size": BATCH // size, **given}
+    trainer = make_trainer(kind, how, folder, size, given, method, eval_dataset=rows)
+    with log_lines() as lines:
+        return trainer.evaluate()["eval_loss"], lines
+
+
+def evaluate_sharded(kind, how, folder, *arguments):
+    return evaluate(kind, how, folder, bmt.world_size(), *arguments)
+
+
+@pytest.mark.parametrize(
+    ("how", "truth", "method"),
+    [
+        (sharded_gpt2, gpt2, "lora"),
+        *rows_in_full([(inside, plain_inside, "lora"), (inside, plain_inside, "prompts")]),
+        *rows_in_full([(inside, plain_inside, "prefix")]),
+    ],
+)
+def test_sft_counts_its_labels(world, tmp_path, how, truth, method):
+    """The first label of each row counts with virtual tokens before it alone. Rows of one rank are longer."""
+    columns = {"text": [" w5" * length for length in [14] * 4 + [2] * 4]}
+    expected, _ = evaluate(sft, truth, str(tmp_path / "plain"), 1, {}, columns, method)
+    for loss, lines in world(2)(evaluate_sharded, sft, how, str(tmp_path / "ours"), {}, columns, method):
+        assert loss == pytest.approx(expected, rel=1e-5) and not lines
+
+
+@pytest.mark.parametrize("size", [6, *in_full(5)])
+def test_grpo_evaluates(world, tmp_path, size):
+    """4 completions of each of 6 prompts fill 3 batches, although 6 is not a multiple of 8. 5 prompts leave 4 rows."""
+    given, columns = {"top_k": 1, "beta": 100.0}, {"prompt": sentences(1)[:size]}  # all take the likeliest tokens
+    expected, _ = evaluate(grpo, plain_inside, str(tmp_path / "plain"), 1, given, columns)
+    results = world(2)(evaluate_sharded, grpo, inside, str(tmp_path / "ours"), given, columns)
+    if size == 6:
+        assert expected > 0.01
+        assert all(loss == pytest.approx(expected, rel=1e-4) and not lines for loss, lines in results)
+    else:
+        assert "the last evaluation batch has 4 rows for 2 ranks" in results[0][1][0] and not results[1][1]
 
 
 @on_ranks(2)

@@ -80,7 +80,11 @@ def row_of(labels: str, index: int, seed: int) -> dict[str, torch.Tensor]:
     if labels in ("image", "image and number"):
         label = torch.tensor(index % 3 if labels == "image" else 0.1 * index)
         return {"pixel_values": torch.randn(3, 16, 16, generator=generator), "labels": label}
-    length = 6 if labels in ("spans", "ids of one length") else 4 + 7 * index % 5
+    if labels == "pixels":
+        label = torch.randint(0, 3, (16, 16), generator=generator)
+        label[: index % 16] = 255
+        return {"pixel_values": torch.randn(3, 16, 16, generator=generator), "labels": label}
+    length = 6 if labels in ("spans", "ids of one length", "masked classes") else 4 + 7 * index % 5
     ids = torch.randint(1, VOCABULARY, (length,), generator=generator)
     row = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
     if labels in ("ids", "ids of one length"):
@@ -91,6 +95,15 @@ def row_of(labels: str, index: int, seed: int) -> dict[str, torch.Tensor]:
         return {**row, "labels": torch.tensor(index % 3)}
     if labels == "number":
         return {**row, "labels": torch.tensor(0.1 * index)}
+    if labels == "number of -100":
+        return {**row, "labels": torch.tensor(-100.0 if index % 3 == 0 else -0.1 * index)}
+    if labels == "tags in most rows":
+        return {**row, "labels": torch.where(torch.tensor(index % 7 == 1), -100, ids % 3)}
+    if labels == "masked classes":
+        return {**row, "attention_mask": (torch.arange(length) <= index % length).long(), "labels": ids % 2}
+    if labels.endswith("_label"):
+        tags = torch.where(torch.arange(length) < 1 + index % length, ids, -100)
+        return {**row, "labels": tags, labels: torch.tensor(int(index % 3 == 0))}
     if labels == "several":
         return {**row, "labels": (torch.arange(3) < index % 4).float()}
     if labels == "tags":
@@ -282,6 +295,13 @@ def bare() -> torch.nn.Module:
     return Bare()
 
 
+class Unlabelled(Bare):
+    """Computes no loss, and takes no other keyword arguments."""
+
+    def forward(self, input_ids, attention_mask):
+        return {"logits": super().forward(input_ids, attention_mask, input_ids.new_zeros(len(input_ids)))["logits"]}
+
+
 class Focal(Bare):
     """Its loss indexes by the labels, so a label of -100 is out of range. It takes no num_items_in_batch."""
 
@@ -431,6 +451,30 @@ def ctc(layerdrop: float = 0.0) -> torch.nn.Module:
     return transformers.Wav2Vec2ForCTC(config)
 
 
+def electra() -> torch.nn.Module:
+    torch.manual_seed(0)
+    return transformers.ElectraForPreTraining(transformers.ElectraConfig(**BERT, embedding_size=24))
+
+
+def albert() -> torch.nn.Module:
+    torch.manual_seed(0)
+    config = transformers.AlbertConfig(**BERT, embedding_size=24, classifier_dropout_prob=0.0)
+    return transformers.AlbertForPreTraining(config)
+
+
+def segformer(num_labels: int = 3) -> torch.nn.Module:
+    """Without batch norm, in which each rank would take the mean of its own rows."""
+    torch.manual_seed(0)
+    config = transformers.SegformerConfig(
+        num_encoder_blocks=2, depths=[1, 1], sr_ratios=[1, 1], hidden_sizes=[16, 16], patch_sizes=[3, 3],
+        strides=[2, 2], num_attention_heads=[1, 1], mlp_ratios=[2, 2], decoder_hidden_size=16, num_labels=num_labels,
+        hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0, classifier_dropout_prob=0.0, drop_path_rate=0.0,
+    )  # fmt: skip
+    model = transformers.SegformerForSemanticSegmentation(config)
+    model.decode_head.batch_norm = torch.nn.Identity()
+    return model
+
+
 def vit(num_labels: int = 3) -> torch.nn.Module:
     torch.manual_seed(0)
     config = transformers.ViTConfig(
@@ -486,6 +530,19 @@ USAGES: dict[str, Usage] = {
     "classes, no row left": Usage(bert("SequenceClassification", num_labels=3), "class", STEPS, rows=17),
     "regression": Usage(bert("SequenceClassification", num_labels=1), "number", STEPS),
     "regression, no row left": Usage(bert("SequenceClassification", num_labels=1), "number", STEPS, rows=17),
+    "regression to -100": Usage(bert("SequenceClassification", num_labels=1), "number of -100", STEPS),
+    "regression to -100, no row left": Usage(
+        bert("SequenceClassification", num_labels=1), "number of -100", STEPS, rows=17
+    ),
+    "segmentation": Usage(segformer, "pixels", STEPS),
+    "segmentation, no row left": Usage(segformer, "pixels", STEPS, rows=17, evaluated=9),
+    "segmentation, one class": Usage(lambda: segformer(1), "pixels", STEPS),
+    "classes of allowed tokens": Usage(electra, "masked classes", STEPS),
+    "tokens and next sentences": Usage(bert("PreTraining"), "next_sentence_label", STEPS, rows=17),
+    "tokens and order of sentences": Usage(albert, "sentence_order_label", STEPS),
+    "token classes, a rank without any": Usage(
+        bert("TokenClassification", num_labels=3), "tags in most rows", {**STEPS, "per_device_train_batch_size": 2}
+    ),
     "multi-label": Usage(
         bert("SequenceClassification", num_labels=3, problem_type="multi_label_classification"), "several", STEPS
     ),
@@ -526,6 +583,22 @@ USAGES: dict[str, Usage] = {
     ),
     "compute_loss_func, a sum": Usage(
         bert("SequenceClassification", num_labels=3), "class", STEPS, {"compute_loss_func": focal_of_outputs}, rows=16
+    ),
+    "compute_loss_func, a mean, no row left": Usage(
+        bert("SequenceClassification", num_labels=3), "class", STEPS, {"compute_loss_func": mean_of_outputs}, rows=18
+    ),
+    "compute_loss_func, a sum, no row left": Usage(
+        bert("SequenceClassification", num_labels=3), "class", STEPS, {"compute_loss_func": focal_of_outputs}, rows=18
+    ),
+    "compute_loss_func, a sum, accumulated": Usage(
+        bert("SequenceClassification", num_labels=3),
+        "class",
+        {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2},
+        {"compute_loss_func": focal_of_outputs},
+        rows=21,
+    ),
+    "compute_loss_func, forward without keywords, no row left": Usage(
+        Unlabelled, "class", {"label_names": ["labels"]}, {"compute_loss_func": focal_of_outputs}, rows=18
     ),
     "passes no count": Usage(llama_of_classes, "class"),
     "encoder-decoder": Usage(t5, "target", {**STEPS, **NOT_GENERATED}, cls=SEQ2SEQ),

@@ -39,7 +39,7 @@ LARGEST = 20000
 SECONDS, LATE = 400, "not done after"
 LONG = {"loss_func": 1200, "training": 1200}
 """Seconds for files that are slow beside other work: one with 30,000 columns, one with 12 trainings on four ranks."""
-REFUSED = "is not offered"
+REFUSED = "is not supported"
 """Words of the error that names pipeline parallelism."""
 
 
@@ -54,7 +54,7 @@ class Reason(NamedTuple):
     refused: str = ""
 
 
-PIPELINE = "pipeline parallelism, which is not offered"
+PIPELINE = "pipeline parallelism, which is not supported"
 REASONS = {
     "init_parameters_multi_gpu": Reason(PIPELINE, ((r"pipe_size=2", "pipe_size=1"),)),
     "inspector_hidden": Reason(

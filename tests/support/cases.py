@@ -3,6 +3,7 @@
 Those that do are written by hand: every value once, in the configuration most likely to break.
 """
 
+import importlib.util
 import itertools
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -11,6 +12,9 @@ import pytest
 
 full = pytest.mark.full
 slow = pytest.mark.slow
+
+
+needs_peft = pytest.mark.skipif(importlib.util.find_spec("peft") is None, reason="PEFT is not installed")
 
 
 def in_full(*values: Any) -> list[Any]:

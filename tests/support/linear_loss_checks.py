@@ -147,7 +147,7 @@ def check_layouts(device) -> None:
 def check_wrong_inputs(device) -> None:
     hidden, weight, bias, targets, _ = case(device)
     for arguments, options, message in [
-        ((hidden[..., :5], weight, targets), {}, r"hidden \(3, 7, 5\) and weight \(37, 12\)"),
+        ((hidden[..., :5], weight, targets), {}, r"weight \(37, 12\) and hidden \(3, 7, 5\)"),
         ((hidden, weight[0], targets), {}, r"weight \(12,\)"),
         ((hidden, weight, targets[:2]), {}, r"needs targets of shape \(3, 7\), got \(2, 7\)"),
         ((hidden, weight, targets, bias[:5]), {}, r"a bias of 37 numbers, got \(5,\)"),
@@ -161,7 +161,7 @@ def check_wrong_inputs(device) -> None:
             {"class_weight": torch.ones(5, device=device)},
             "5 class weights were given for 37 classes",
         ),
-        ((hidden, weight, targets.to("meta")), {}, "must be on one device"),
+        ((hidden, weight, targets.to("meta")), {}, "must be on the same device"),
     ]:
         with pytest.raises(ValueError, match=message):
             linear_cross_entropy(*arguments, **options)

@@ -91,8 +91,11 @@ def check_inplace(device, dtype) -> None:
     loss = cross_entropy(torch.tanh(leaf), targets, inplace=True)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):  # tanh needs its own output
         loss.backward()
-    with pytest.raises(ValueError, match="leaf tensor, whose values would be lost"):
+    with pytest.raises(ValueError, match="leaf tensor or a view of one, whose values would be lost"):
         cross_entropy(leaf, targets, inplace=True)
+    for view in (leaf[None].squeeze(0), leaf.detach()[:].requires_grad_()):
+        with pytest.raises(ValueError, match="leaf tensor or a view of one, whose values would be lost"):
+            cross_entropy(view, targets, inplace=True)
     logits = leaf * 1
     loss = cross_entropy(logits, targets, inplace=True)
     logits.detach().zero_()

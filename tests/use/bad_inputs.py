@@ -248,7 +248,7 @@ def optimizers() -> Iterator[Call]:
     yield method("optim.AdamOptimizer.load_state_dict", adam, state_dict="nothing")
     yield method("optim.AdamOptimizer.add_param_group", adam, param_group="nothing")
     yield call(
-        "optim.OptimManager", loss_scale="positive none", loss_scale_factor="nothing none huge",
+        "optim.OptimManager", loss_scale="positive none", loss_scale_factor="positive none",
         loss_scale_steps="size none huge", min_loss_scale="positive", max_loss_scale="nothing huge infinite",
         grad_scale="positive none", max_skipped_steps="size none huge",
     )  # fmt: skip

@@ -39,6 +39,10 @@ def collectives_of_all_ranks():
     assert bmt.distributed.all_reduce(x, "max", comm)[0] == size - 1
     assert bmt.distributed.broadcast(x, 0, comm)[0] == 0
     assert bmt.distributed.reduce_scatter(x, "sum", comm).tolist() == [size * (size - 1) / 2]
+    if size > 1:
+        for name, more in [("all_gather", ()), ("all_reduce", ()), ("reduce_scatter", ()), ("broadcast", (0,))]:
+            with pytest.raises(ValueError, match=rf"^{name} needs equal shapes.*rank 1: \({2 * size},\)"):
+                getattr(bmt.distributed, name)(torch.zeros(size * (rank + 1)), *more)
 
 
 def cross_entropies():
@@ -199,6 +203,10 @@ def test_init_method(tmp_path):
         "import hf_bmtrain as bmt\n"
         f"bmt.init_distributed(init_method='file://{tmp_path}/meet', seed=1, pipe_size=1, num_micro_batches=2)\n"
         "assert bmt.store.allgather_objects(bmt.rank()) == [0, 1]\n"
+        "import torch\n"
+        "model = bmt.auto_wrap(torch.nn.ModuleDict({name: torch.nn.Linear(4, 4) for name in 'ab'}))\n"
+        "model['a'](torch.ones(2, 4)).sum().backward()\n"
+        "assert model['a'].weight.grad is not None and model['b'].weight.grad is None\n"
     )
     processes = []
     for rank in "01":

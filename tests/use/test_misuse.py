@@ -17,8 +17,8 @@ from twins import Tower, ids
 # -- before there is a world: in a fresh process -----------------------------------------------------------------
 
 UNINITIALISED = [
-    "bmt.rank()", "bmt.auto_wrap(torch.nn.Linear(2, 2))", "bmt.DistributedParameter(torch.ones(2))",
-    "bmt.optim.OptimManager()", "bmt.save(torch.nn.Linear(2, 2), 'x.pt')", "bmt.config['rank']",
+    "bmt.synchronize()", "bmt.auto_wrap(torch.nn.Linear(2, 2))", "bmt.DistributedParameter(torch.ones(2))",
+    "bmt.optim.OptimManager()", "bmt.save(torch.nn.Linear(2, 2), 'x.pt')", "bmt.config['device']",
 ]  # fmt: skip
 LAUNCHES = {
     "MASTER_ADDR": ({"RANK": "0", "WORLD_SIZE": "2"}, "Start the script with torchrun"),

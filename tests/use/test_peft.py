@@ -208,6 +208,63 @@ def test_switching(after):
         torch.testing.assert_close(value, twin.state_dict()[key], rtol=1e-5, atol=1e-6, msg=key)
 
 
+DELETED = {
+    "lora": lambda: lora(["q_proj", "down_proj"], lora_dropout=0.0),
+    "ia3": lambda: peft.IA3Config(init_ia3_weights=False, **SCALED),
+    "loha": lambda: peft.LoHaConfig(target_modules=["q_proj"], r=4, init_weights=False),
+    "dora": lambda: lora(["q_proj"], use_dora=True, lora_dropout=0.0),
+}
+
+
+@pytest.mark.parametrize("grad", [True, False])
+@pytest.mark.parametrize("kind", ["lora", "ia3", *in_full("loha", "dora")])
+@on_ranks(2)
+def test_deleted_adapters_leave_their_blocks(kind, grad):
+    """One adapter after another, as in ReLoRA: each leaves no buffer, and the optimizer that still has it can step."""
+    model, twin = (peft.get_peft_model(FAMILIES["llama"].build(), DELETED[kind]()).train() for _ in range(2))
+    twin.load_state_dict(bmt.auto_wrap(model).state_dict())
+    block = model.base_model.model.model.layers[0]
+    count = len(state_of(block).buffers)
+    for number in range(3):
+        for each in (model, twin):
+            torch.manual_seed(number)
+            each.add_adapter(f"task{number}", DELETED[kind]())
+            each.set_adapter(f"task{number}")
+        bmt.auto_wrap(model)
+        assert len(state_of(block).buffers) == count + 1
+        train("llama", model, twin, steps=1)
+        optimizers = [
+            bmt.optim.AdamOptimizer(model.parameters(), lr=0.1, weight_decay=0.1),
+            torch.optim.SGD(model.parameters(), lr=0.1),
+        ]
+        compute_loss(FAMILIES["llama"], model, bmt.rank()).backward()
+        for each in (model, twin):
+            each.set_adapter("default")
+            each.delete_adapter(f"task{number}")
+        with torch.set_grad_enabled(grad):
+            losses = [compute_loss(FAMILIES["llama"], each, bmt.rank()) for each in (model, twin)]
+        torch.testing.assert_close(*losses, rtol=1e-5, atol=0)
+        for each in optimizers:
+            each.step()
+        assert list(model.state_dict()) == list(twin.state_dict())
+        model.zero_grad()
+        twin.load_state_dict(model.state_dict())
+        train("llama", model, twin, steps=1)
+        assert len(state_of(block).buffers) == count
+
+
+@full
+@on_ranks(2)
+def test_a_deleted_parameter_that_is_put_back():
+    model, twin = sharded("ia3", False)
+    scales = [each.base_model.model.model.layers[0].self_attn.k_proj.ia3_l for each in (model, twin)]
+    kept = [each.pop("default") for each in scales]
+    torch.testing.assert_close(*(compute_loss(FAMILIES["llama"], each, bmt.rank()) for each in (model, twin)))
+    for each, scale in zip(scales, kept):
+        each["default"] = scale
+    train("llama", model, twin, steps=2)
+
+
 @full
 @on_ranks(2)
 def test_inactive_when_wrapped():
@@ -320,6 +377,31 @@ def test_checkpoint(name):
     peft.set_peft_model_state_dict(other, state)
     for key, value in peft.get_peft_model_state_dict(other).items():
         torch.testing.assert_close(value, state[key], rtol=0, atol=0, msg=key)
+
+
+@pytest.mark.parametrize("after", [True, *in_full(False)])
+@pytest.mark.parametrize("name", ["llama", *in_full("ia3", "everywhere", "dora")])
+@on_ranks(2)
+def test_loading_keeps_the_dtype(folder, name, after):
+    """PEFT replaces 16-bit adapters that it loads by float32 ones; sharded ones stay, with the loaded values."""
+
+    def adapted(seed, wrap):
+        base = FAMILIES[CONFIGS[name][0]].build().bfloat16()
+        base = bmt.auto_wrap(base) if wrap and after else base
+        torch.manual_seed(seed)
+        return peft.get_peft_model(base, CONFIGS[name][1](), autocast_adapter_dtype=False).train()
+
+    twin, model = adapted(1, False), bmt.auto_wrap(adapted(2, True))
+    if bmt.rank() == 0:
+        twin.save_pretrained(folder)
+    bmt.synchronize()
+    model.load_adapter(folder, "default", is_trainable=True)
+    assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
+    compute_loss(FAMILIES[CONFIGS[name][0]], model, bmt.rank()).backward()
+    for key, value in peft.get_peft_model_state_dict(model).items():
+        assert torch.equal(value, peft.get_peft_model_state_dict(twin)[key]), key
+    model.load_adapter(folder, "second", is_trainable=True)
+    assert {p.dtype for key, p in model.named_parameters() if "second" in key} == {torch.float32}  # as in plain PEFT
 
 
 def trained_in_turn(folder, thawed):

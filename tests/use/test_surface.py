@@ -99,13 +99,18 @@ def test_before_init():
     code = (
         "import hf_bmtrain as bmt, pytest\n"
         "assert bmt.config['initialized'] is False and 'before' in repr(bmt.config)\n"
-        "with pytest.raises(NotImplementedError, match='is not offered'): bmt.init_distributed(pipe_size=2)\n"
+        "with pytest.raises(NotImplementedError, match='is not supported'): bmt.init_distributed(pipe_size=2)\n"
         "with pytest.raises(ValueError, match='the number of ranks, which is 1'): bmt.init_distributed(tp_size=4)\n"
-        "with pytest.raises(RuntimeError, match='init_distributed'): bmt.config['rank']\n"
+        "with pytest.raises(RuntimeError, match='init_distributed'): bmt.config['device']\n"
+        "assert [bmt.config[key] for key in ('rank', 'local_rank', 'world_size')] == [0, 0, 1]\n"
+        "assert (bmt.rank(), bmt.world_size()) == (0, 1)\n"
+        "bmt.print_rank('printed')\n"
+        "bmt.print_rank('not printed', rank=1)\n"
         "bmt.init_distributed(seed=0, pipe_size=-1, tp_size=1)\n"
         "assert bmt.config['world_size'] == 1\n"
     )
-    subprocess.run([sys.executable, "-c", code], check=True)
+    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    assert [line for line in done.stdout.splitlines() if "printed" in line] == ["printed"]
 
 
 @full

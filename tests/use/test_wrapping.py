@@ -98,3 +98,10 @@ def test_still_guarded():
     block[0].register_parameter("late", nn.Parameter(torch.zeros(2)))
     with pytest.raises(RuntimeError, match="'.late' is a Parameter"):
         block(rows(0, 0))
+
+
+@on_ranks(1)
+def test_a_module_without_parameters():
+    """OpenDelta wraps the activation functions of its adapters."""
+    module = nn.GELU()
+    assert bmt.BMTrainModelWrapper(module) is module and type(module) is nn.GELU

@@ -104,29 +104,36 @@ def expect_flag(name: str, value: Any) -> None:
 
 def expect_number(
     name: str, value: Any, wanted: str, holds: Callable[[Any], Any] = lambda number: True, integer: bool = False
-) -> None:
-    """Raise TypeError unless `value` is a real number, and ValueError if it is not in the allowed range.
+) -> Any:
+    """Check an argument that must be a number, and return it as an int or float of Python.
 
-    If `integer` is set, also raise TypeError unless the number is an integer. A bool does not count as a number.
+    Raises TypeError unless `value` is a real number, and ValueError if it is not in the allowed range. A bool does not
+    count as a number. If `integer` is True, a number whose type is not an integer type also raises TypeError: 3 and
+    numpy.int64(3) are allowed, but 3.0 is not.
 
     Args:
         name: the argument's name, for the error.
         value: the value to check.
         wanted: the allowed range in words, for the error, such as "at least 0".
         holds: a function that takes the number, and returns whether it is in the allowed range. The default allows all
-            numbers. A comparison such as `number >= 0` is False for NaN, so NaN is refused.
-        integer: whether the number must be an integer.
+            numbers, including NaN. A comparison such as `number >= 0` refuses NaN, because it is False for NaN.
+        integer: whether the type of the number must be an integer type.
+
+    Returns:
+        The number as an int, if its type is an integer type, and otherwise as a float. Keep this result, and not
+        `value`: json, `torch.load`, `random` and `datetime` refuse the numbers of NumPy.
     """
     if not isinstance(value, numbers.Integral if integer else numbers.Real) or isinstance(value, bool):
         raise TypeError(f"{name} must be {'an integer' if integer else 'a number'}, {wanted}, got {_show(value)}")
     if not holds(value):
         raise ValueError(f"{name} must be {wanted}, got {value}")
+    return int(value) if isinstance(value, numbers.Integral) else float(value)
 
 
 def _show(value: Any) -> str:
     """Describe a value of the wrong type, for an error.
 
-    Of a tensor, only the shape is shown, because reading its elements would wait for the device.
+    For a tensor, only the shape is shown, because reading its elements would wait for the device.
     """
     if value is None or isinstance(value, bool):
         return repr(value)

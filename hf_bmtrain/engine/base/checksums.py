@@ -51,7 +51,8 @@ def find_differences(saved: Any, state: Mapping[Any, Any]) -> str | None:
         state: the state that was read.
 
     Returns:
-        A text that names the values that differ (at most SHOWN of them), or None if all are equal.
+        None if all values are equal. Otherwise a part of an error message: it names the first SHOWN (5) values that
+        differ, or says that the checksums cannot be read, if `saved` is not a mapping.
     """
     if not isinstance(saved, Mapping):
         return "its checksums cannot be read"
@@ -71,7 +72,10 @@ def _crc(value: Any) -> int:
 
 
 class _Crc:
-    """Computes one CRC-32 of all values passed to `add`. Equal values give the same CRC-32 in every process."""
+    """Computes one CRC-32 of all values passed to `add`, in the order of the calls.
+
+    The CRC-32 is the same in every process: it does not depend on memory addresses or on the iteration order of sets.
+    """
 
     def __init__(self) -> None:
         self.value = 0

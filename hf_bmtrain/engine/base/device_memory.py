@@ -8,7 +8,7 @@ _SMALLEST_RESERVE = 2 << 30
 
 
 class DeviceMemory:
-    """Memory statistics of one device, in bytes, from torch's caching allocator.
+    """Memory statistics of one device, in bytes, from torch's caching allocator and the device's driver.
 
     Features that fit training into the device's memory, such as use_checkpoint="auto", read these statistics. No method
     waits for the work that is queued on the device.
@@ -46,6 +46,6 @@ class DeviceMemory:
         return most - max(_SMALLEST_RESERVE, total // 20)
 
     def _current(self, name: str) -> int:
-        # Not by `memory_allocated` or `memory_reserved`, which would sort all statistics of the allocator to read one.
+        # Do not call `memory_allocated` or `memory_reserved`: they would sort all of the allocator's statistics.
         statistics = self._module.memory_stats_as_nested_dict(self._device)
         return statistics[name]["all"]["current"] if statistics else 0

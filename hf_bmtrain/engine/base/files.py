@@ -45,8 +45,10 @@ def atomic_file(path: Path) -> Iterator[Path]:
 def staged_folder(path: Path) -> Iterator[Path]:
     """Context manager that yields an empty temporary folder, and renames it to `path` on exit.
 
-    If the body of the `with` statement raises, the temporary folder is deleted and `path` does not change. The caller
-    must `flush` every file that it writes into the folder. If `path` already exists, it must be an empty folder.
+    If the body of the `with` statement raises, the temporary folder is deleted and `path` does not change. The body
+    must call `flush` for every file that it writes into the folder. This function flushes only the folder's list of
+    files, so the contents of other files could be lost if the machine crashes. If `path` exists and is not an empty
+    folder, renaming raises OSError.
     """
     with _temporary_folder(path) as folder:
         temporary = folder / path.name
@@ -81,10 +83,15 @@ def flush_name(path: Path) -> bool:
 
 
 def delete_abandoned(path: Path) -> None:
-    """Delete the temporary folders beside `path` that killed processes have left there.
+    """Delete the temporary folders of `path` that killed processes have left beside it.
 
-    A process writes a new `path` in such a folder first, and then renames it. Folders of processes that still run are
-    not deleted.
+    To write a file or folder at `path`, a process first writes it into a temporary folder beside `path`, whose name is
+    that of `path` with a random ending and `.tmp`. Then it renames the result to `path`, and deletes the temporary
+    folder. A process that is killed before then leaves the temporary folder. A temporary folder is not deleted if its
+    process still runs, or if this is unknown because the file system does not support locks.
+
+    Args:
+        path: the file or folder that was to be written. It need not exist, and it is not deleted.
     """
     for left in path.parent.glob(f"{glob.escape(path.name)}.*.tmp"):
         if re.fullmatch(r"[0-9a-f]{8}", left.name[len(path.name) + 1 : -len(".tmp")]) and _is_abandoned(left):
@@ -111,7 +118,7 @@ def _temporary_folder(path: Path) -> Iterator[Path]:
 
 
 def _is_abandoned(folder: Path) -> bool:
-    """Return whether the process that created the temporary folder `folder` has ended.
+    """Return whether the process that created the temporary folder `folder` has ended. False if this is unknown.
 
     That process has locked a file in the folder. The system releases this lock when the process ends.
     """

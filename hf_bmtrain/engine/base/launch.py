@@ -34,8 +34,13 @@ _POINTED = {
     "e4m3": torch.float8_e4m3fn, "unsigned char": torch.uint8, "short": torch.int16, "int": torch.int32,
     "long long": torch.int64, "none": None,
 }  # fmt: skip
-_SCALARS = {"int": (int, numpy.int32), "long long": (int, int), "float": ((int, float), numpy.float32)}
+_INTEGERS = int, numpy.integer
+_SCALARS = {
+    "int": (_INTEGERS, numpy.int32), "long long": (_INTEGERS, int),
+    "float": ((float, *_INTEGERS, numpy.floating), numpy.float32),
+}  # fmt: skip
 C_NAMES = {torch.float32: "float", torch.float16: "fp16", torch.bfloat16: "bf16"}
+"""The dtypes that the kernels read and write, and their names in the sources."""
 
 
 def source_folder() -> Path:
@@ -57,7 +62,7 @@ def import_cupy() -> Any:
     """Import and return CuPy. If this fails, raise a RuntimeError that names the extra of hf_bmtrain to install."""
     try:
         import cupy
-        from cupy.cuda import nvrtc  # noqa: F401  (fails if the wheel is for another CUDA version)
+        from cupy.cuda import nvrtc  # noqa: F401  (fails if the wheel is for a different CUDA version)
     except ImportError as error:
         major = (torch.version.cuda or "13").split(".")[0]
         raise RuntimeError(
@@ -161,7 +166,7 @@ def compile_cubin(variant: Variant, arch: int, options: Sequence[str] = ()) -> t
         The cubin, and the compiler's log as text.
 
     Raises:
-        RuntimeError: the source does not compile; the message contains the compiler's log.
+        RuntimeError: the source does not compile (the message contains the compiler's log), or CuPy cannot be imported.
     """
     nvrtc = import_cupy().cuda.nvrtc
     program = nvrtc.createProgram(
@@ -176,7 +181,7 @@ def compile_cubin(variant: Variant, arch: int, options: Sequence[str] = ()) -> t
     except nvrtc.NVRTCError as error:
         raise RuntimeError(
             f"the CUDA source {variant.file}.cu with the macros {dict(variant.macros)} does not compile for sm_{arch} "
-            f"({error}). This is an error of hf_bmtrain or of the installed NVRTC, not of your program. The log of the "
+            f"({error}). This is a bug in hf_bmtrain or in the installed NVRTC, not in your program. The log of the "
             "compiler:\n"
             f"{nvrtc.getProgramLog(program)}"
         ) from error
@@ -235,7 +240,7 @@ def cached_cubin(variant: Variant, arch: int) -> Path:
         arch: the compute capability; 90 is 9.0.
 
     Raises:
-        RuntimeError: the source does not compile, or the cache folder is not writable.
+        RuntimeError: the source does not compile, the cache folder is not writable, or CuPy cannot be imported.
     """
     compiler = import_cupy().cuda.nvrtc.getVersion()
     folder = cache_folder()
@@ -279,7 +284,7 @@ def pack(name: str, signature: Sequence[Argument], values: Sequence[Any], device
         device: the device on which the tensors must be.
 
     Returns:
-        The converted arguments. Addresses and `long long` numbers are of type int, other numbers are NumPy scalars.
+        The converted arguments: addresses and `long long` numbers as int, other numbers as NumPy scalars.
 
     Raises:
         TypeError: the number of arguments or the type of one is wrong.
@@ -288,16 +293,15 @@ def pack(name: str, signature: Sequence[Argument], values: Sequence[Any], device
     if len(values) != len(signature):
         raise TypeError(
             f"the CUDA kernel {name} takes {len(signature)} arguments ({', '.join(a.name for a in signature)}), but "
-            f"the code that launches it passes {len(values)}. This is an error of that code in hf_bmtrain, not of your "
-            "program."
+            f"the code that launches it passes {len(values)}. This is a bug in hf_bmtrain, not in your program."
         )
     packed = []
-    for argument, value in zip(signature, values):  # this runs in every launch, so text is formatted only for errors
+    for argument, value in zip(signature, values):  # every launch runs this, so messages are formatted only for errors
         if not argument.pointer:
             kinds, convert = _SCALARS[argument.c_type]
             if not isinstance(value, kinds) or isinstance(value, bool):
                 raise _wrong(name, argument, value, device)
-            packed.append(convert(value))
+            packed.append(convert(value.item() if isinstance(value, numpy.generic) else value))
         elif value is None and argument.c_type == "none":
             packed.append(0)
         elif isinstance(value, torch.Tensor) and value.dtype is _POINTED[argument.c_type] and value.device == device:
@@ -316,7 +320,7 @@ def _wrong(name: str, argument: Argument, value: Any, device: torch.device) -> E
     """
     where = f"CUDA kernel {name}: {argument.name}"
     if not argument.pointer:
-        return TypeError(f"{where} must be a {argument.c_type}, got {type(value).__name__} {value!r}")
+        return TypeError(f"{where} must be of type {argument.c_type}, got {type(value).__name__} {value!r}")
     if argument.c_type == "none":
         return TypeError(
             f"{where} must be None, because the kernel was compiled without this argument, got {type(value).__name__}"
@@ -337,7 +341,7 @@ class Kernel:
     Args:
         variant: the source file and its macros.
         name: the kernel's name in the source file.
-        index: the number of the CUDA device.
+        index: the index of the CUDA device, as in cuda:0.
     """
 
     def __init__(self, variant: Variant, name: str, index: int):
@@ -354,6 +358,7 @@ class Kernel:
         """Launch the kernel on torch's current stream, without waiting for the device.
 
         The version counter of each tensor that the kernel writes is incremented, as by torch's in-place operations.
+        Inference tensors have no such counter.
 
         Args:
             grid: the number of thread blocks.
@@ -378,7 +383,7 @@ class Kernel:
         if shared_memory > self.shared_limit:
             self.function.max_dynamic_shared_size_bytes = shared_memory
             self.shared_limit = shared_memory
-        # Pass torch's current stream, because CuPy's may be another one, for example in autograd's threads.
+        # Pass torch's current stream, because CuPy's may be a different one, for example in autograd's threads.
         stream = SimpleNamespace(ptr=current_raw_stream(index))
         self.function((grid,), (block,), arguments, shared_mem=shared_memory, stream=stream)
         written = [values[place] for place in self._written if values[place] is not None]

@@ -36,7 +36,8 @@ def pinned_bytes(nbytes: int, device: torch.device, purpose: str, instead: str =
         nbytes: the number of bytes.
         device: the device that will read and write the memory; "meta" allocates a meta tensor.
         purpose: what the memory is for, such as "the optimizer state", for the error.
-        instead: what the user can do instead of allocating this memory, for the error.
+        instead: what the user can do instead of allocating this memory, for the error. The default is to use
+            AdamOptimizer, which keeps the state on the GPU.
 
     Returns:
         A uint8 tensor (nbytes,). The memory is unlocked and freed when the last view of it is freed.
@@ -51,7 +52,7 @@ def pinned_bytes(nbytes: int, device: torch.device, purpose: str, instead: str =
     available = available_bytes()
     if nbytes > available:
         raise RuntimeError(
-            _shortage(nbytes, purpose, instead, f"only {available / 2**30:.1f} GiB of host memory are available")
+            _shortage(nbytes, purpose, instead, f"only {available / 2**30:.1f} GiB of host memory is available")
         )
     try:
         memory = mmap.mmap(-1, nbytes)

@@ -10,11 +10,13 @@ _THREADS = 8  # the jobs (zlib, file access) release the GIL, so several threads
 
 
 def in_threads(jobs: Sequence[Callable[[], Any]]) -> list[Any]:
-    """Call the functions `jobs`, without arguments, in several threads, and return their results in order.
+    """Call the functions `jobs`, without arguments, in up to 8 threads, and return their results in the given order.
 
     If a job raises, no further jobs are started, and its error is raised after all running jobs have ended. A
-    KeyboardInterrupt in the calling thread has the same effect. A ThreadPoolExecutor is not used, because it refuses
-    jobs after the main thread has ended, when another thread may still be saving a checkpoint.
+    KeyboardInterrupt in the calling thread has the same effect.
+
+    A ThreadPoolExecutor would refuse jobs after the main thread has ended. At that time, another thread may still be
+    saving a checkpoint and call this function. So this function starts its own threads.
     """
     results, problems = [None] * len(jobs), []
     remaining, lock = iter(range(len(jobs))), threading.Lock()

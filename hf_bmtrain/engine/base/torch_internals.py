@@ -30,8 +30,8 @@ from torch._guards import TracingContext
 from torch.distributed import distributed_c10d
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim.optimizer import _foreach_supported_types as _optimizer_types
-from torch.utils import _foreach_utils
 from torch.utils import _pytree as pytree
+from torch.utils._foreach_utils import _foreach_supported_types as _clipping_types
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointFunction
 
@@ -61,17 +61,21 @@ def inside_hooks() -> bool:
     """Return whether saved-tensor hooks are active. Always False in torch 2.6, which has no function to find this out.
 
     Such hooks, for example those of a torch.utils.checkpoint around a block, decide which tensors are kept for
-    backward. So code that would keep or offload tensors itself asks this first, and leaves the decision to the hooks.
+    backward. So code that would keep or offload tensors itself calls this function first, and leaves the decision to
+    the hooks if the result is True.
     """
     return top_saved_tensors_hooks is not None and top_saved_tensors_hooks(True) is not None
 
 
 def inside_reentrant_checkpoint() -> bool:
-    """Return whether backward runs the second forward of a torch.utils.checkpoint with use_reentrant=True.
+    """Return whether backward is running the second forward of a torch.utils.checkpoint with use_reentrant=True.
 
-    The first forward runs without gradients. So for autograd the second one is a new forward with a backward of its
-    own, unlike the recomputations of a checkpoint with use_reentrant=False, which only fill in saved tensors. There is
-    no public way to ask which node of the graph backward runs.
+    Usually, a forward that runs during a backward only recomputes an earlier forward, to fill in saved tensors. A
+    reentrant checkpoint is different: it runs its first forward without gradients, so autograd records only the second
+    one. The second one is therefore a new forward, with a backward of its own. Sharded modules call this function to
+    tell the two kinds apart.
+
+    This uses a private function of torch, because no public one returns the graph node that autograd is executing.
     """
     return isinstance(_C._current_autograd_node(), CheckpointFunction._backward_cls)  # pyright: ignore
 
@@ -80,7 +84,7 @@ functorch_transforms_active: Callable[[], bool] = _C._are_functorch_transforms_a
 """Return whether a transform of torch.func is active. There is no public equivalent."""
 
 is_exporting: Callable[[], bool] = getattr(torch.compiler, "is_exporting", lambda: False)
-"""Return whether torch.export is tracing. The function exists since torch 2.7. With torch 2.6 this returns False, so
+"""Return whether torch.export is tracing. torch 2.7 added this function. With torch 2.6, it returns False, so
 exporting a sharded model fails with a less specific error."""
 
 disable_compiler: Callable[[Callable[..., Any]], Callable[..., Any]] = torch._disable_dynamo
@@ -98,8 +102,8 @@ def has_global_hooks() -> bool:
     """Return whether a global module hook, one that runs in the forward or backward of every module, is registered.
 
     Code that computes a layer's output without calling the layer, such as a fused layer, does not run these
-    hooks. So it asks this first, and calls the layer if there are any. Torch's public functions can register such
-    hooks, but cannot list them.
+    hooks. So such code calls this function first, and calls the layer if the result is True. Torch's public functions
+    can register global hooks, but cannot list them.
     """
     module: Any = torch.nn.modules.module  # its `_has_any_global_hook` would do this, but is missing in torch 2.6
     return bool(
@@ -107,6 +111,13 @@ def has_global_hooks() -> bool:
         or module._global_forward_pre_hooks
         or module._global_backward_hooks
         or module._global_backward_pre_hooks
+    )
+
+
+def has_hooks(module: torch.nn.Module) -> bool:
+    """Return whether hooks that run in the forward or backward of `module` are registered on it."""
+    return bool(
+        module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
     )
 
 
@@ -119,11 +130,9 @@ history, not a leaf."""
 
 WithoutTorchFunction: Any = _C.DisableTorchFunctionSubclass
 """A context in which operations treat tensor subclasses as plain tensors: `__torch_function__` is not called. torch
-exports it at its top level without documenting it; `torch.overrides` has no such context."""
+exports this class at its top level, but does not document it. `torch.overrides` has no such context."""
 
-FOREACH_TYPES: tuple[list[type], ...] = (
-    _optimizer_types, getattr(_foreach_utils, "_foreach_supported_types", []),
-)  # fmt: skip
+FOREACH_TYPES: tuple[list[type], ...] = (_optimizer_types, _clipping_types)
 """The exact tensor types for which torch's optimizers and gradient clipping use `_foreach_` functions. The package
 appends its own classes, as DTensor does."""
 
@@ -144,8 +153,8 @@ def detach_in_mode(tensor: torch.Tensor) -> torch.Tensor:
     """Return `tensor.detach()` with the version counter of `tensor`, also inside a TorchDispatchMode.
 
     The version counter of the result shows whether `tensor` was written later. Outside such a mode, `tensor.detach()`
-    shares the counter of `tensor`. Inside, torch switches off the dispatch layer that makes them share it, so this
-    function switches the layer on again.
+    shares the counter of `tensor`. Inside such a mode, torch switches off the dispatch layer that lets the result share
+    this counter, so this function switches the layer on again.
     """
     with _C._SetExcludeDispatchKeyGuard(_C.DispatchKey.ADInplaceOrView, False):
         return tensor.detach()
@@ -186,7 +195,8 @@ def compile_reason(error: Exception) -> str:
 def mode_options(mode: str) -> dict[str, Any]:
     """Return the options that a mode of torch.compile stands for, such as {"triton.cudagraphs": True}.
 
-    The function of torch is public, but its import takes a second, so it is imported only here.
+    torch documents `torch._inductor.list_mode_options`, but importing it takes a second, so it is imported only when
+    this function is called.
     """
     from torch._inductor import list_mode_options
 
@@ -194,11 +204,12 @@ def mode_options(mode: str) -> dict[str, Any]:
 
 
 def graph_outputs_in_use(device: torch.device) -> int:
-    """Return how many outputs of compiled code's CUDA graphs, computed since the last marked step, are still in use.
+    """Return how many of the tensors that CUDA graphs have computed in this step are still in use (referenced).
 
-    The graphs recorded by torch.compile (`mode="reduce-overhead"`) write their outputs to the same memory in each step.
-    A step is marked by `torch.compiler.cudagraph_mark_step_begin`. Torch overwrites the outputs of the step before
-    without a check, and has no public function to find out whether they are still in use.
+    The CUDA graphs of torch.compile (`mode="reduce-overhead"`) write their outputs to the same memory in each step.
+    After `torch.compiler.cudagraph_mark_step_begin()` has marked the start of the next step, the graphs overwrite the
+    outputs of this step, even if they are still in use. So call this function before marking the next step: if the
+    result is not 0, these outputs would be overwritten. torch has no public function to find this out.
 
     device: the GPU.
     """
@@ -223,7 +234,19 @@ def schema_of(operator: Any) -> Any:
 
 scaled_mm: Callable[..., torch.Tensor] = torch._scaled_mm
 """Multiply two matrices of 8-bit floating-point numbers, and scale the rows and columns of the product. The public
-`torch.nn.functional.scaled_mm` exists only since torch 2.10."""
+`torch.nn.functional.scaled_mm` exists only in torch 2.10 and later."""
+
+
+def has_wide_products(device: torch.device) -> bool:
+    """Return whether a product of 16-bit matrices on `device` can be computed as float32, without rounding to 16 bits.
+
+    On a CUDA device, this requires torch 2.8 or later, for the argument `out_dtype`, and compute capability 8.0 or
+    higher. The result is True for all other devices, where the matrices are converted to float32 before the product.
+    """
+    if device.type != "cuda":
+        return True
+    return "dtype_out" in torch.ops.aten.addmm.overloads() and torch.cuda.get_device_capability(device)[0] >= 8
+
 
 preserve_version: Any = torch.autograd._unsafe_preserve_version_counter
 """`with preserve_version(tensor)`: writes to the tensor do not increment its version counter. There is no public
@@ -239,8 +262,8 @@ foreach_norm = torch._foreach_norm
 foreach_zero_ = torch._foreach_zero_
 
 amp_update_scale_ = torch._amp_update_scale_
-"""Increase or decrease a loss scale on the device. The public `torch.amp.GradScaler` calls this function, too, but does
-not allow another minimum or maximum of the scale."""
+"""Increase or decrease a loss scale on the device. The public `torch.amp.GradScaler` calls this function, too, but has
+no arguments for a minimum and a maximum of the scale."""
 
 amp_found_inf_and_unscale_ = torch._amp_foreach_non_finite_check_and_unscale_
 """The operation by which `torch.amp.GradScaler` unscales gradients and looks for inf and NaN. The package's class of
@@ -251,7 +274,7 @@ sharded gradients overrides it.
 
 default_store: Callable[[], Any] = distributed_c10d._get_default_store
 """Return the key-value store through which the processes of torch's default process group found each other. There is no
-public equivalent. A separate store would need another port and an address that every host can reach."""
+public equivalent. A separate store would need a port of its own and an address that every host can reach."""
 
 # -- devices --------------------------------------------------------------------------------------------------------
 

@@ -5,7 +5,7 @@
 * `leave_backward` passes the inputs of a layer through an identity function. Its backward, which calls the callback,
   runs when the gradients of all inputs exist. By then, the gradients of the layer's weights are complete as well: of
   all nodes that are ready, autograd's engine first runs those that accumulate gradients, and then the node that was
-  created last.
+  created last. The identity's node was created before the layer's nodes, so it runs after them.
 * `watch_backward` is used for a whole model. It does not replace the outputs, but registers hooks on them. The hooks
   call the callback when backward computes the first gradient of an output.
 """
@@ -57,7 +57,7 @@ def _apply(function: type[torch.autograd.Function], *args: Any) -> Any:
     """Return `function.apply(*args)`, but skip torch's checks for functorch, which take half the time of the call.
 
     Inside a functorch transform, the checks are not skipped, because they raise torch's error for functions that do not
-    support transforms. They are not skipped either while torch.compile traces, because it supports only
+    support transforms. Nor are they skipped while torch.compile traces, because torch.compile supports only
     `function.apply`.
     """
     if torch.compiler.is_compiling() or functorch_transforms_active():
@@ -66,19 +66,22 @@ def _apply(function: type[torch.autograd.Function], *args: Any) -> Any:
 
 
 class Containers:
-    """The mutable containers (lists, dicts, objects) among a layer's arguments, for one forward of the layer.
+    """The mutable containers (lists, dicts and objects) among a layer's arguments, for one forward of the layer.
 
-    `leave_backward` creates this object after it has replaced tensors in the layer's arguments by new tensors, whose
-    backward calls a function. In a mutable container, tensors are replaced in place, although the container belongs to
-    the layer's caller. So after the forward, `restore` puts the original tensors back. `added` returns the tensors that
-    the layer itself has put into the containers, which are treated like its outputs.
+    `leave_backward` replaces the tensors in the layer's arguments that require a gradient by new tensors, whose
+    backward calls a function. In a mutable container, it replaces them in place, although the container belongs to the
+    layer's caller. Then it creates this object, which is used after the forward:
+
+    * `restore` puts the original tensors back into the containers.
+    * `added` returns the tensors requiring a gradient that the layer itself has put into the containers, for example
+      into a key-value cache. Code after the layer may use them, so `enter_backward` treats them like outputs.
     """
 
     def __init__(self, values: Sequence[Any], inputs: Sequence[torch.Tensor], guarded: Sequence[torch.Tensor]) -> None:
         """Create the object after `leave_backward` has replaced tensors in the layer's arguments.
 
         Args:
-            values: the layer's arguments as the caller has passed them. In containers among them, tensors are replaced.
+            values: the layer's arguments as the caller passed them. Tensors in the containers among them were replaced.
             inputs: the original tensors that were replaced: those that require a gradient.
             guarded: the tensors that replace `inputs`, in the same order.
         """
@@ -89,7 +92,7 @@ class Containers:
     def restore(self) -> None:
         """Put the original tensors back into the lists, dicts and objects among the layer's arguments.
 
-        Called at the end of the forward. Before it, `leave_backward` has replaced these tensors in the containers.
+        Called at the end of the layer's forward. `leave_backward` replaced these tensors before the forward.
         """
         seen: set[int] = set()
         for value in self._values:
@@ -150,11 +153,18 @@ def enter_backward(
 def watch_backward(before: Callable[[Any], None], token: Any, outputs: Any) -> tuple[Any, bool]:
     """Make autograd call `before(token)` at the beginning of a model's backward, by hooks on the model's outputs.
 
-    The hooks call it once per backward, at the first gradient of an output. Unlike `enter_backward`, this does not
-    replace the outputs, so a user's hook or `retain_grad()` on a hidden state that the model returns sees the complete
-    gradient. In three cases, this function calls `enter_backward` after all: while torch.compile traces the model, if
-    an object in the outputs cannot be searched for tensors, or if an output is a leaf, on which hooks would stay
-    registered.
+    In each backward, the hooks call `before` once, when the first gradient of an output has been computed.
+
+    `enter_backward`, in contrast, replaces the outputs. If the model returns a hidden state that its later layers use
+    too, the user would then get another tensor than the later layers. The user's hook or `retain_grad()` on it would
+    miss the part of the gradient that comes from the later layers. With hooks on the outputs, the user gets the tensor
+    that the later layers use, and sees its complete gradient.
+
+    In three cases, such hooks are unsuitable, and this function calls `enter_backward` instead:
+
+    * torch.compile is tracing the model.
+    * An object in the outputs cannot be searched for tensors.
+    * An output that requires a gradient is a leaf, such as a parameter. Hooks on it would stay after the backward.
 
     Args:
         before: the function to call.
@@ -162,7 +172,7 @@ def watch_backward(before: Callable[[Any], None], token: Any, outputs: Any) -> t
         outputs: the return value of the model.
 
     Returns:
-        The outputs, and whether any tensor in them requires a gradient.
+        The outputs, and whether any tensor in them requires a gradient. If none does, `before` is never called.
     """
     if torch.compiler.is_compiling():
         return enter_backward(before, token, outputs)
@@ -197,7 +207,7 @@ def anchor_backward(before: Callable[[Any], None], token: Any, outputs: Any) -> 
     ]
     if not found:
         return outputs
-    anchor = torch.zeros((), device=found[0].device, requires_grad=True)
+    anchor = torch.zeros((), dtype=torch.float32, device=found[0].device, requires_grad=True)
     _, *entered = _apply(_EnterBackward, before, token, anchor, *found)
     table = {id(tensor): behind for tensor, behind in zip(found, entered)}
     return pytree.tree_map_only(torch.Tensor, lambda tensor: table.get(id(tensor), tensor), outputs)

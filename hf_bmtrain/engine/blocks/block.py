@@ -28,41 +28,48 @@ from .sharded_module import ShardedModule, extend_class
 class CheckpointBlock(ShardedModule):
     """A transformer layer whose parameters are sharded, and are all-gathered for its forward and for its backward.
 
-    `CheckpointBlock(layer)` shards `layer` in place and returns it. Its new class is a subclass of CheckpointBlock and
-    of its old class, so names, `isinstance` checks, hooks, attributes and `state_dict` keys remain valid. A list that
-    the layer returns is converted to a tuple, as in BMTrain. (`auto_wrap` does not convert lists.)
+    `CheckpointBlock(inner_module)` shards the layer in place and returns it. The layer's new class is a subclass of
+    CheckpointBlock and of the old class, so names, `isinstance` checks, hooks, attributes and `state_dict` keys remain
+    valid. A list that the layer returns is converted to a tuple, as in BMTrain. (`auto_wrap` does not convert lists.)
 
     Collective: every rank must call it.
 
     Args:
-        layer: the layer. Its parameters may already be sharded (DistributedParameters). A CheckpointBlock is returned
-            unchanged.
+        inner_module: the layer. Its parameters may already be sharded (DistributedParameters). A CheckpointBlock is
+            returned unchanged.
         use_checkpoint: whether to recompute the forward in backward instead of keeping its activations. "attention"
             recomputes all but the outputs of attention, and "auto" recomputes only as much as memory requires (see
             `auto_wrap`).
         zero_level: 3 frees the full parameters between forward and backward, and 2 keeps them. None uses the value
             given to `init_distributed`.
+        initialized: ignored. (Scripts for BMTrain pass it.)
         mode: ignored. (BMTrain needs it for its pipelines.)
+
+    Raises:
+        ValueError: `use_checkpoint` or `zero_level` has a value that is not listed above.
+        RuntimeError: the ranks have different layers or arguments.
     """
 
     _bmt: BlockState
 
     def __new__(
         cls,
-        layer: torch.nn.Module,
+        inner_module: torch.nn.Module,
         use_checkpoint: bool | Literal["attention", "auto"] = True,
         zero_level: int | None = None,
-        *,
+        initialized: bool = False,
         mode: str = "BLOCK",
     ):
+        layer = inner_module
         if isinstance(layer, CheckpointBlock):
             return layer
         world = current_world()
-        expect_module("layer", layer)
+        expect_module("inner_module", layer)
         world.layer_features.check(use_checkpoint)
         level = world.zero_level if zero_level is None else zero_level
         check_zero_level(level)
-        # If the last backward has failed, its model may be deleted by now. Free what the schedule still keeps of it.
+        # If the last backward has failed, its model may be deleted by now. Drop the gradients and pending reductions of
+        # that backward, which the schedule still holds.
         world.schedule.discard_failed_backward()
         facts = {"zero_level": level, "use_checkpoint": use_checkpoint, **tensor_facts(layer)}
         world.check_same_on_all_ranks("CheckpointBlock", facts)
@@ -75,17 +82,17 @@ class CheckpointBlock(ShardedModule):
         """Do nothing, because `__new__` returns an existing layer, which is already initialized."""
 
     def _slots(self) -> list[Slot]:
-        return self._bmt.slots
+        return self._bmt.current_slots()
 
     def compile(self, **kwargs) -> None:
         """Compile the layer's own forward in place with torch.compile, without the collectives around it.
 
         You need not call it if you pass `compile=True` to `auto_wrap`. Layers of the same class that differ only in
-        their parameters share one graph, of which the parameters are inputs. A forward that was set on the instance is
+        their parameters share one graph, which gets the parameters as inputs. A forward that was set on the instance is
         compiled for this layer alone.
 
-        With a mode or option of torch.compile that records CUDA graphs, such as `mode="reduce-overhead"`, this does the
-        same as `cuda_graphs=True` of `auto_wrap`.
+        With a mode or option of torch.compile that records CUDA graphs, such as `mode="reduce-overhead"`, this method
+        does the same as `cuda_graphs=True` of `auto_wrap`.
 
         Args:
             **kwargs: passed to torch.compile.
@@ -142,7 +149,7 @@ def extend(
     use_checkpoint: object,
     zero_level: int,
 ) -> None:
-    """Make `layer`, whose parameters are sharded already, a CheckpointBlock, in place.
+    """Turn `layer` into a CheckpointBlock in place. Its parameters must already be sharded.
 
     This is the second step of creating a block: the caller, `CheckpointBlock(layer)` or `wrap`, first shards the
     parameters with `shard_places`.
@@ -156,7 +163,9 @@ def extend(
         zero_level: 3 frees the full parameters between forward and backward, and 2 keeps them.
     """
     buffers, slots = sharded
-    state = BlockState(world.schedule, buffers, slots, world.layer_features.replay(layer), zero_level)
+    state = BlockState(
+        weakref.ref(layer), world.schedule, buffers, slots, world.layer_features.replay(layer), zero_level
+    )
     state.recompute = world.layer_features.recompute(use_checkpoint, state)
     # A `forward` in the layer's __dict__, set by a patch, would hide the forward of the new class. So move it to
     # `own_forward`, which the new forward calls instead of the old class's forward.
@@ -168,6 +177,9 @@ def extend(
 
 def enlarge(block: CheckpointBlock, sharded: tuple[list[ShardedBuffer], list[Slot]]) -> None:
     """Make `block` all-gather parameters that were added to it after it was sharded, and reduce their gradients.
+
+    Called if a user has added parameters, such as adapters, to a wrapped model, and wraps the model again. The caller
+    first shards the new parameters with `shard_places`.
 
     sharded: the return value of `shard_places`: the flat buffers of the new parameters, and the slots (entries of
         modules' `_parameters`) that are set to these parameters.
@@ -233,11 +245,11 @@ class TransformerBlockList(torch.nn.ModuleList):
     Args:
         modules: the layers, in execution order.
         num_hidden: the number of hidden states that are passed from block to block. They are the first positional
-            arguments of the list and of each block. A block must return as many new values, as a tuple if there are
-            several.
+            arguments of the list and of each block. A block must return the same number of new values, as a tuple if
+            there are several.
     """
 
-    num_hidden: int = 1  # the default of lists that `wrap` turns into this class without calling __init__
+    num_hidden: int = 1  # for lists that `wrap` turns into this class without calling __init__
 
     def __init__(self, modules: Iterable[torch.nn.Module], num_hidden: int = 1) -> None:
         wanted = "at least 1: it is the number of hidden states that are passed from block to block"
@@ -254,9 +266,9 @@ class TransformerBlockList(torch.nn.ModuleList):
         """Tell each block its neighbors in the list, so that it can prefetch their parameters.
 
         A block prefetches the next block in forward, and the previous block in backward. You need not call this method:
-        the constructor and `auto_wrap` do.
+        the constructor and `auto_wrap` do, and so do `del` and assignments of items.
         """
-        blocks: list[Any] = list(dict.fromkeys(self))
+        blocks: list[Any] = [block for block in dict.fromkeys(self) if isinstance(block, CheckpointBlock)]
         for block, following in zip(blocks, blocks[1:]):
             block._bmt.next, following._bmt.previous = weakref.ref(following._bmt), weakref.ref(block._bmt)
 
@@ -274,7 +286,7 @@ class TransformerBlockList(torch.nn.ModuleList):
             set, a tuple: all hidden states after the last block, followed by the stacked inputs (if requested).
 
         Raises:
-            ValueError: `args` has fewer than `num_hidden` elements, or a block returns another number of values.
+            ValueError: `args` has fewer than `num_hidden` elements, or a block does not return `num_hidden` values.
         """
         if len(args) < self.num_hidden:
             raise ValueError(
@@ -294,11 +306,31 @@ class TransformerBlockList(torch.nn.ModuleList):
         hidden = tuple(outputs) if isinstance(outputs, (tuple, list)) else (outputs,)
         if len(hidden) != self.num_hidden:
             raise ValueError(
-                f"Block {number} of a TransformerBlockList returned {len(hidden)} values instead of "
+                f"Block {number} (counted from 0) of a TransformerBlockList returned {len(hidden)} values instead of "
                 f"{self.num_hidden}: pass num_hidden={len(hidden)} to TransformerBlockList, or return only the hidden "
                 "states that the next block takes."
             )
         return hidden
+
+    def __setitem__(self, index: int, module: torch.nn.Module) -> None:
+        self._unlink()
+        super().__setitem__(index, module)
+        self.link()
+
+    def __delitem__(self, index: int | slice) -> None:
+        self._unlink()
+        super().__delitem__(index)
+        self.link()
+
+    def _unlink(self) -> None:
+        """Forget the neighbors, because a block may be removed.
+
+        It may be in a reference cycle, which the garbage collector finds earlier on some ranks than on others. Its
+        neighbors would then prefetch it on some ranks only.
+        """
+        blocks: list[Any] = [block for block in self if isinstance(block, CheckpointBlock)]
+        for block in blocks:
+            block._bmt.next = block._bmt.previous = None
 
     def __getitem__(self, index):
         if isinstance(index, slice):
@@ -316,8 +348,8 @@ class PipelineTransformerBlockList(TransformerBlockList):
     Args:
         modules: the layers, in execution order. Every layer becomes a CheckpointBlock.
         num_hidden: the number of hidden states that are passed from block to block. They are the first positional
-            arguments of the list and of each block. A block must return as many new values, as a tuple if there are
-            several.
+            arguments of the list and of each block. A block must return the same number of new values, as a tuple if
+            there are several.
     """
 
     def forward(

@@ -23,7 +23,9 @@ from .recomputed_graph import CannotRecompute, NotCompiled, RecomputedGraphs
 from .schedule import ForwardPass, Schedule
 
 _log_once = functools.cache(logging.getLogger("hf_bmtrain").info)
-_WHOLE_FORWARD = "The recomputation of compiled blocks repeats their whole forward, because %s"
+_WHOLE_FORWARD = (
+    "The recomputation of a compiled block repeats its whole forward, not only what the gradients need, because %s"
+)
 
 
 @dataclass(eq=False, repr=False)
@@ -36,15 +38,17 @@ class BlockState:
 
     The full parameters are freed:
 
-    * after a forward without gradients: at once.
-    * after a forward with gradients: when another block starts, or, if `zero_level` is 2, after the block's backward.
-    * after a backward: at once, or, if other calls of the block still wait for their backward, when another block
+    * after a forward of which no output requires a gradient: at once.
+    * after any other forward: with `zero_level` 3, when another block starts; with `zero_level` 2, after the block's
+      backward.
+    * after a backward: at once. But if other calls of the block still wait for their backward: when another block
       starts.
 
     The gradients are reduced when no call of the block waits for its backward (`pending` is 0), at the latest at the
     end of the whole backward.
 
     Attributes:
+        layer: a weak reference to the layer.
         schedule: tracks, for all blocks of this rank, which are unsharded and which reductions are pending.
         buffers: the flat buffers of the block's parameters.
         slots: the entries of these parameters in the `_parameters` of the layer's modules.
@@ -63,8 +67,10 @@ class BlockState:
         lists_as_tuples: whether a list that the layer returns is converted to a tuple.
         pending: the number of forwards whose backward has not run yet. If a block is called several times, its
             gradients are reduced once, after the last of these backwards.
+        left: the buffers that left the block, because all of their parameters were deleted from the layer.
     """
 
+    layer: weakref.ref[torch.nn.Module]
     schedule: Schedule
     buffers: list[ShardedBuffer]
     slots: list[Slot]
@@ -80,9 +86,11 @@ class BlockState:
     graphs: RecomputedGraphs | None = None
     lists_as_tuples: bool = False
     pending: int = field(default=0, init=False)
+    left: weakref.WeakSet[ShardedBuffer] = field(default_factory=weakref.WeakSet, init=False)
     _open: bool = field(default=False, init=False)  # whether the slots are set to full parameters
     _entered: bool = field(default=False, init=False)  # backward reached the block, but has not reduced its gradients
     _recomputed: bool = field(default=True, init=False)  # whether backward recomputes the last training forward
+    _recomputed_in_hooks: bool = field(default=True, init=False)  # the same, of the last one inside saved-tensor hooks
 
     @property
     def keeps_no_cache(self) -> bool:
@@ -103,9 +111,17 @@ class BlockState:
         """
         layer_forward = self.own_forward or layer_forward
         if self.schedule.in_backward and not inside_reentrant_checkpoint():
+            # Either a checkpoint around the block recomputes an earlier call of the block, or this is a new forward.
+            # `recorded` says whether the block was called in the forward whose backward is running:
+            # * True: this call is a recomputation.
+            # * None: that forward is not known. Assume a recomputation if an earlier call of the block is still waiting
+            #   for its backward (`pending`).
+            # * False: this is a new forward, with one exception. A reentrant checkpoint runs its second forward during
+            #   the backward. If that forward called the block inside a non-reentrant checkpoint, the call is pending,
+            #   but was not recorded, because it belongs to no forward pass. The non-reentrant checkpoint may recompute
+            #   it now. While it does so, its saved-tensor hooks are active. So assume a recomputation if a call is
+            #   pending and hooks are active. torch 2.6 cannot report hooks, so assume that they are active.
             recorded = self.schedule.was_recorded(self)
-            # No forward pass records the calls of a reentrant checkpoint's second forward. Another checkpoint that
-            # recomputes them is recognized by its hooks, if torch can tell.
             hooked = top_saved_tensors_hooks is None or inside_hooks()
             if recorded or (self.pending and (recorded is None or hooked)):
                 return self._recompute_for_others(layer_forward, args, kwargs)
@@ -116,6 +132,8 @@ class BlockState:
         training = torch.is_grad_enabled()
         if training:
             self._recomputed = self.recompute.recomputes(args, kwargs, self.pending)
+            if top_saved_tensors_hooks is None or inside_hooks():
+                self._recomputed_in_hooks = self._recomputed
         differentiable = False
         try:
             self.unshard(self.next and self.next())
@@ -165,7 +183,7 @@ class BlockState:
                 "sharded block does not support this, because the gradients would be wrong. Write `x = x + y` instead "
                 "of `x += y` in the layer's forward."
             )
-        token = self.schedule.running, [buffer.shard._version for buffer in self.buffers]
+        token = self.schedule.running, [(buffer.number, buffer.shard._version) for buffer in self.buffers]
         outputs, differentiable = enter_backward(self.before_backward, token, outputs, filled)
         self.pending += differentiable
         if differentiable:
@@ -189,8 +207,9 @@ class BlockState:
                     return self._inside(lambda *args, **kwargs: graphs.run(keeps, args, kwargs), *args, **kwargs)
             except CannotRecompute as reason:
                 _log_once(_WHOLE_FORWARD, str(reason))
-                # torch.compile has no effect now, for example because it is disabled in a context around the forward.
-                # In backward it may have an effect again. So use `eager` for both the forward and its recomputation.
+                # NotCompiled means that torch.compile has no effect here, for example because it is disabled in a
+                # context around the forward. In backward it may have an effect. So use `eager` for both the forward and
+                # its recomputation.
                 if isinstance(reason, NotCompiled):
                     layer_forward = graphs.eager
         nothing = nullcontext()
@@ -226,16 +245,18 @@ class BlockState:
                 return checkpoint(run_on, *args, *kwargs.values(), use_reentrant=False)
 
     def _kept_in_graph(self, args: tuple, kwargs: dict) -> Keeps | None:
-        """Decide whether a compiled graph recomputes the forward that is about to start, or torch's checkpoint does.
+        """Decide whether a compiled graph or torch's checkpoint will recompute the forward that is about to start.
 
         Returns None for torch's checkpoint. For the graph, returns a function that selects the operators whose outputs
         the graph keeps instead of recomputing them. The checkpoint is used in these cases:
 
         * The block is not compiled, its inputs are kept in host memory, or nothing requires a gradient.
-        * Layers issue collectives in their forwards. The graph of each rank could recompute them in another order.
-        * Saved-tensor hooks are active. If they offload tensors, they would also offload the full parameters that the
-          graph saves. If they belong to an activation checkpoint around the block, the block will run again in
-          backward, without the graph (`_recompute_for_others`), and must then save the same tensors as now.
+        * Layers issue collectives in their forwards. Each rank's graph could recompute these collectives in a different
+          order.
+        * Saved-tensor hooks are active, or torch is 2.6, which cannot report them. If hooks offload tensors, they would
+          also offload the full parameters that the graph saves. If they belong to an activation checkpoint around the
+          block, the block will run again in backward, without the graph (`_recompute_for_others`), and must then save
+          the same tensors as now.
         * The forward changes buffers, or may do so. The graph would recompute with the changed values.
         * The block's Recompute object requires it.
 
@@ -247,10 +268,10 @@ class BlockState:
         if not trained and next(tensors_in((*args, *kwargs.values()), set(), []), None) is None:
             return None  # without a backward, torch cannot compile a checkpoint that contains random operators
         if top_saved_tensors_hooks is None:
-            _log_once(_WHOLE_FORWARD, "torch before 2.7 cannot tell whether saved-tensor hooks are active around it")
+            _log_once(_WHOLE_FORWARD, "torch before 2.7 cannot tell whether saved-tensor hooks are active")
             return None
         if inside_hooks():
-            _log_once(_WHOLE_FORWARD, "saved-tensor hooks, such as those of a checkpoint, are active around it")
+            _log_once(_WHOLE_FORWARD, "saved-tensor hooks, such as those of a checkpoint, are active in the forward")
             return None
         # `changes_buffers` says whether the layer's forward changes registered buffers of the layer, such as running
         # means. Only if the result is False may the compiled graph recompute the forward. If it is True or None (not
@@ -259,14 +280,14 @@ class BlockState:
         changes = self.replay.changes_buffers()
         if changes is not False:
             if changes:
-                _log_once(_WHOLE_FORWARD, "it changes buffers of the layer")
+                _log_once(_WHOLE_FORWARD, "this forward changes buffers of the block, such as running means")
             return None
         return self.recompute.kept_in_graph(args, kwargs, self.pending)
 
     def _inside(self, layer_forward: Callable, /, *args, **kwargs) -> Any:
-        """Run the layer's forward, and return its outputs, in which views of the block's parameters are copied.
+        """Run the layer's forward, and return its outputs, with copies in place of views of the block's parameters.
 
-        The views would become invalid when the block is resharded, while other modules still read them.
+        Such a view would become invalid when the block is resharded, although other modules may still read it.
 
         layer_forward: the layer's forward, or a function that replaces it.
         args, kwargs: the arguments of the forward.
@@ -278,8 +299,10 @@ class BlockState:
             else:
                 with autocast:
                     outputs = layer_forward(*args, **kwargs)
-        # Views are copied in lists and dicts. Search other objects for views only if gradients are enabled: in
-        # generation, every layer gets the key-value cache of all layers, which takes long to search.
+        # Replace views of the block's parameters by copies: in the outputs, and in lists and dicts among the arguments,
+        # into which the forward may have put such views. Search other arguments that can contain tensors only if
+        # gradients are enabled: in generation, every layer gets the key-value cache of all layers, which takes long to
+        # search.
         return copy_views(outputs, (*args, *kwargs.values()), self._holds, objects=torch.is_grad_enabled())
 
     def _holds(self, tensor: torch.Tensor) -> bool:
@@ -291,7 +314,7 @@ class BlockState:
     # -- recompute by a checkpoint around the block -------------------------------------------------------------
 
     def _recompute_for_others(self, layer_forward: Callable, args: tuple, kwargs: dict) -> Any:
-        """Run the forward again, because an activation checkpoint around this block (not its own) recomputes it.
+        """Run the forward again, because an activation checkpoint around the block, not the block's own, recomputes it.
 
         The block is unsharded first if necessary, because its backward may not have started yet. If the first forward
         ran inside the block's own checkpoint, this forward does too, because autograd must save the same tensors again.
@@ -304,7 +327,7 @@ class BlockState:
             self.unshard(None)
         run = functools.partial(self._inside, layer_forward, **kwargs)
         try:
-            return checkpoint(run, *args, use_reentrant=False) if self._recomputed else run(*args)
+            return checkpoint(run, *args, use_reentrant=False) if self._recomputed_in_hooks else run(*args)
         finally:  # also after an exception, which torch raises to end a recomputation early
             if closed:
                 self.show_local()
@@ -312,6 +335,49 @@ class BlockState:
                     self.schedule.leave_unsharded(self)
 
     # -- full and local parameters ------------------------------------------------------------------------------
+
+    def forget_deleted(self, leave: bool) -> None:
+        """Remove the slots of parameters that were deleted from the layer, by themselves or with their module.
+
+        A parameter counts as deleted only if the layer does not have it under another name, and if its module has no
+        other value in its place.
+
+        leave: whether flat buffers leave the block if all of their parameters were deleted. The block does not
+            all-gather them any more, so every rank must do this at the same point.
+        """
+        layer = self.layer()
+        modules = () if layer is None else layer.modules()
+        owners = {id(module._parameters): module for module in modules}
+        present = {id(parameter) for module in owners.values() for parameter in module._parameters.values()}
+
+        def deleted(slot: Slot) -> bool:
+            if id(slot.sharded) in present or id(slot.full) in present:
+                return False
+            owner = owners.get(id(slot.parameters))
+            places = () if owner is None else (owner._parameters, owner._buffers, owner._modules, vars(owner))
+            return not any(slot.name in place for place in places)
+
+        self.slots = [slot for slot in self.slots if not deleted(slot)]
+        if leave:
+            used = {slot.sharded.buffer for slot in self.slots}
+            for buffer in [buffer for buffer in self.buffers if buffer not in used]:
+                if buffer.sharded and buffer.is_unsharded:
+                    buffer.drop()
+                self.buffers.remove(buffer)
+                self.left.add(buffer)
+
+    def current_slots(self) -> list[Slot]:
+        """Return `slots`, after removing those of parameters that were deleted from the layer."""
+        if not all(name in parameters for parameters, name, _, _ in self.slots):
+            self.forget_deleted(leave=False)
+        return self.slots
+
+    def put_back(self, slot: Slot) -> None:
+        """Attach a parameter again that was deleted and forgotten. Every rank must do this at the same point."""
+        self.slots.append(slot)
+        if slot.sharded.buffer not in self.buffers:
+            self.left.discard(slot.sharded.buffer)
+            self.buffers.append(slot.sharded.buffer)
 
     def unshard(self, neighbour: BlockState | None) -> None:
         """All-gather the block's parameters, put the full parameters into its modules, and prefetch `neighbour`.
@@ -325,6 +391,10 @@ class BlockState:
         self.schedule.gather(*self.buffers, *(() if neighbour is None else neighbour.buffers))
         for buffer in self.buffers:
             buffer.wait()
+        for parameters, name, _, _ in self.slots:
+            if name not in parameters:  # the parameter was deleted, or moved to another name
+                self.forget_deleted(leave=False)
+                break
         for parameters, name, full, local in self.slots:
             shown = parameters[name] if name in parameters else None
             if shown is not local and shown is not full:
@@ -339,7 +409,8 @@ class BlockState:
 
     def show_local(self) -> None:
         for parameters, name, _, local in self.slots:
-            parameters[name] = local
+            if name in parameters:  # otherwise it was deleted: see `forget_deleted`
+                parameters[name] = local
         self._open = False
 
     def reshard(self) -> None:
@@ -353,22 +424,26 @@ class BlockState:
 
     # -- backward -----------------------------------------------------------------------------------------------
 
-    def before_backward(self, token: tuple[ForwardPass | None, list[int]]) -> None:
-        """Unshard the block for its backward, and prefetch the previous block. Collective: every rank must call it.
+    def before_backward(self, token: tuple[ForwardPass | None, list[tuple[int, int]]]) -> None:
+        """Unshard the block for its backward, and prefetch the previous block if its backward is still to come.
 
-        Autograd calls this when it reaches the block's outputs. Raises RuntimeError if the weights were modified since
-        the forward.
+        Autograd calls this when it reaches the block's outputs. Collective: every rank must call it.
 
-        token: the forward pass in which the block was called, if any, and the version counters of the block's shards at
-            the end of the block's forward.
+        Raises RuntimeError if the block's weights were modified since its forward: the gradients would be wrong.
+
+        token: (forward pass, versions). The forward pass is the forward of the model in which the block was called. It
+            is None if there was none, for example if the block was called by itself, without a sharded model around it.
+            The versions are the numbers of the block's buffers, and the version counters of their shards, at the end of
+            the block's forward.
         """
         forward_pass, versions = token
         self.schedule.join_backward(self, forward_pass)
         self.recompute.backward_begins(recomputed=False)
-        if versions != [buffer.shard._version for buffer in self.buffers]:
+        if versions != [(buffer.number, buffer.shard._version) for buffer in self.buffers]:
             raise RuntimeError(
-                "The weights of a block changed between its forward and its backward, for example by an optimizer step "
-                "or by loading weights, so its gradients would be wrong. Run forward again."
+                "The weights of a block changed between its forward and its backward, for example by an optimizer "
+                "step, by loading weights or by deleting parameters, so its gradients would be wrong. Run forward "
+                "again."
             )
         self._entered = True
         ahead = self.previous and self.previous()
@@ -381,8 +456,8 @@ class BlockState:
         """Put the sharded parameters back into the layer, start to reduce their gradients, and reshard the block.
 
         Autograd calls this when the gradients of the block's inputs exist. Collective: every rank must call it. If the
-        block was called several times in forward, autograd calls this method as often. The gradients are reduced, and
-        the block is resharded, only in the last of these calls.
+        block was called several times in forward, autograd calls this method once for each of these calls. The
+        gradients are reduced, and the block is resharded, only in the last call of this method.
         """
         self.show_local()
         if self.pending > 0:
@@ -394,16 +469,19 @@ class BlockState:
         self.reshard()
 
     def finish_backward(self) -> None:
-        """Reduce the block's gradients and reshard it at the end of backward, if `after_backward` has not done so.
+        """At the end of a backward, reduce the block's gradients and reshard the block, if this is still to be done.
 
-        At the end of each backward, the schedule calls this for every block that the backward has reached. Collective:
-        every rank must call it. `after_backward` has not done so in two cases:
+        The schedule calls this for every block that the backward has reached. Collective: every rank must call it.
+
+        Usually, `after_backward` has reduced the gradients and resharded the block already. It has not, for example, in
+        these cases:
 
         * No input of the block requires a gradient. Autograd then does not call `after_backward`.
         * The forward called the block several times, and backward has reached only some of these calls. Then
-          `after_backward` still waits for the others.
+          `after_backward` still waits for the backward of the other calls.
 
-        Raises RuntimeError if a parameter has got a gradient from outside the block's forward, which would be lost.
+        Raises RuntimeError if a parameter got a gradient after the block's gradients were reduced, because the
+        parameter is also used outside the block's forward. Without the error, this gradient would be lost.
         """
         if self._open:
             self.show_local()
@@ -424,9 +502,10 @@ class BlockState:
                     )
 
     def abandon_backward(self) -> None:
-        """Reshard the block and drop its gradients, because the last backward raised an exception.
+        """Reshard the block and drop the gradients of a backward that raised an exception.
 
-        Called when the next forward, or the next call of `auto_wrap`, begins.
+        torch calls nothing when a backward fails. So the schedule calls this method at the next opportunity, for
+        example when the next forward begins or the next model is wrapped.
         """
         self.pending, self._entered = 0, False
         self.show_local()

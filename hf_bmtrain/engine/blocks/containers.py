@@ -21,7 +21,7 @@ _CODE = (torch.nn.Module, type, enum.Enum, types.FunctionType, types.MethodType,
 _STATELESS = sys.stdlib_module_names - {"types", "collections"} | {"torch", "numpy"}
 """Packages whose objects (such as loggers, locks and generators) are not searched for tensors.
 
-`types` and `collections` are not included, because a SimpleNamespace and the containers must be searched.
+`types` and `collections` are not included: types.SimpleNamespace and the containers of `collections` must be searched.
 """
 
 
@@ -31,11 +31,19 @@ def _has_attributes(cls: type) -> bool:
 
 
 def containers_of(value: Any) -> list[Any]:
-    """Return the mutable containers that store the items and attributes of `value`, for the caller to search or copy.
+    """Return the mutable containers in which `value` stores its items and attributes, for the caller to search or copy.
 
-    The result contains `value` itself, if it is a list, dict, set or deque, and its `__dict__`, if it has one. The
-    `__dict__` is left out for tensors, modules, functions and classes, and for objects that the standard library, torch
-    or NumPy defines (see `_STATELESS`). For any other value, such as a tuple, the result is empty.
+    The result is a list of up to two containers:
+
+    * `value` itself, if it is a list, dict, set or deque, or an instance of a subclass of them.
+    * The `__dict__` of `value`, which stores its attributes, if it has one. It is left out for tensors, modules, enum
+      members, functions and classes, and for instances of most classes of the standard library, torch and NumPy (see
+      `_STATELESS`).
+
+    For example, the result is `[value]` for a plain list, and empty for a number or a plain tuple.
+
+    A tuple is not mutable, so it is never in the result. To search the items of a tuple, the caller must iterate over
+    it. (For an instance of a subclass of tuple, the result may still contain its `__dict__`.)
     """
     own = [value] if isinstance(value, (list, dict, set, deque)) else []
     if not isinstance(value, torch.Tensor) and _has_attributes(type(value)):
@@ -70,9 +78,9 @@ def tensors_in(
     Args:
         values: the values to search.
         seen: ids of containers to skip. The ids of the containers that are searched are added to it.
-        strange: a list, to which objects are appended that may contain tensors, but cannot be searched. They are no
-            containers, have no `__dict__`, and are not known to torch's pytree, such as objects of a class with
-            `__slots__`. The caller decides what to do about them, for example to raise an error.
+        strange: a list to which this function appends the objects that may contain tensors but cannot be searched. Such
+            objects (for example, of a class with `__slots__`) are not containers, have no `__dict__`, and are unknown
+            to torch's pytree. The caller decides what to do about them, for example to raise an error.
         constants: whether to also yield the tensors that do not require a gradient.
     """
     for value in values:
@@ -87,8 +95,10 @@ def tensors_in(
             if id(container) not in seen:
                 seen.add(id(container))
                 yield from tensors_in(items_of(container), seen, strange, constants)
-        if not containers:
-            leaves = value if isinstance(value, tuple) else _nodes(value)
+        if isinstance(value, tuple):
+            yield from tensors_in(value, seen, strange, constants)
+        elif not containers:
+            leaves = _nodes(value)
             if leaves is None:
                 strange.append(value)
             else:
@@ -107,8 +117,8 @@ def exchange(value: Any, table: dict[int, torch.Tensor], seen: set[int]) -> Any:
         seen: ids of containers to skip. The ids of the containers that are searched are added to it.
 
     Returns:
-        `value` itself, except in two cases. For a tensor in `table`, its replacement. For a tuple with a replaced
-        tensor, a new tuple; likewise for other structures that only torch's pytree can search.
+        If `value` is a tensor in `table`, its replacement. If `value` is a tuple, or a structure that only torch's
+        pytree can search, and a tensor in it was replaced, a new tuple or structure. Otherwise, `value` itself.
     """
     if type(value) in ATOMS:
         return value
@@ -125,14 +135,17 @@ def exchange(value: Any, table: dict[int, torch.Tensor], seen: set[int]) -> Any:
             new = exchange(item, table, seen)
             if new is not item:
                 base.__setitem__(container, key, new)
-    if containers:
-        return value
     if isinstance(value, tuple):
         items = [exchange(item, table, seen) for item in value]
         if all(map(is_, items, value)):
             return value
         make = getattr(value, "_make", type(value))  # named tuples have `_make`
-        return make(items)
+        made = make(items)
+        if hasattr(value, "__dict__"):
+            made.__dict__ = value.__dict__  # the same dict, so that attributes that a layer sets reach its caller
+        return made
+    if containers:
+        return value
     if _nodes(value) is None:
         return value
     leaves, spec = pytree.tree_flatten(value)
@@ -147,26 +160,31 @@ _LEAVES = ATOMS | {torch.Tensor}
 
 
 def filled_in(inputs: Iterable[Any], skipped: set[int], objects: bool = False) -> list[Any]:
-    """Return the lists and dicts among the arguments of a forward, because the forward may have put tensors into them.
+    """Return the plain lists and dicts among the arguments of a forward. The forward may have put tensors into them.
 
-    Called after the forward, to search these lists and dicts with `tensors_in`. Those in tuples are returned too.
+    Called after the forward, to search these lists and dicts with `tensors_in`. Lists and dicts in tuples are returned
+    too.
+
+    Other arguments may also have got tensors: sets, deques, instances of subclasses of list or dict, and objects with
+    attributes, such as a key-value cache. They are returned only if `objects` is True.
 
     Args:
         inputs: the arguments of the forward.
-        skipped: a set, which the caller passes to `tensors_in` as `seen`. If `objects` is False, the ids of the
-            containers in objects of other classes are added to it. `tensors_in` then does not search these objects,
-            even if the outputs of the forward refer to them.
-        objects: whether to also return objects of other classes that contain lists, dicts or attributes. To search them
-            takes longer: a key-value cache, for example, contains the tensors of all layers.
+        skipped: a set of ids, which this function extends if `objects` is False. For each of the other arguments, which
+            are then not returned, it adds the ids of the containers in which that argument stores its items and
+            attributes (the results of `containers_of`). The caller can pass this set to `tensors_in` as `seen`, so that
+            these arguments are not searched, even if the outputs of the forward refer to them.
+        objects: whether to return the other arguments too. Searching them takes longer: a key-value cache, for example,
+            contains the tensors of all layers.
     """
     found: list[Any] = []
     for value in inputs:
         kind = type(value)
         if kind in _LEAVES or isinstance(value, torch.Tensor):
             continue
-        if kind is tuple:
+        if isinstance(value, tuple):
             found += filled_in(value, skipped, objects)
-        elif kind is list or kind is dict:
+        if kind is list or kind is dict:
             found.append(value)
         elif containers := containers_of(value):
             if objects:
@@ -179,20 +197,22 @@ def filled_in(inputs: Iterable[Any], skipped: set[int], objects: bool = False) -
 def copy_views(
     outputs: Any, inputs: Iterable[Any], is_view: Callable[[torch.Tensor], bool], objects: bool = False
 ) -> Any:
-    """Return `outputs` with a copy in place of each tensor that is a view of memory that will be freed.
+    """Return `outputs` with a copy in place of each tensor that is a view of memory that will be freed or overwritten.
 
-    Called at the end of a forward, because views of full parameters become invalid when the parameters are resharded.
-    Lists, dicts and objects in `outputs` are modified in place. Gradients flow through the copies.
+    Called at the end of a forward. For example, a layer may return a view of a full parameter, which becomes invalid
+    when the parameter is resharded. Lists, dicts and objects in `outputs` are modified in place. Views in sets are not
+    replaced. Gradients flow through the copies.
 
     Args:
         outputs: the return value of a layer or model.
-        inputs: the arguments of its forward. Views are also replaced in the lists and dicts among them, into which the
-            forward may have put views.
-        is_view: a function that returns whether a tensor is a view of the memory.
-        objects: whether views are also replaced in arguments that are objects of other classes, such as a key-value
-            cache. To search these takes longer.
+        inputs: the arguments of its forward. If the forward has put such views into plain lists or dicts among them,
+            these views are replaced by copies too.
+        is_view: a function that returns whether a tensor is a view of that memory.
+        objects: whether to also replace views in arguments that are neither plain lists nor plain dicts, such as a
+            key-value cache. If False, such arguments are not searched, even if `outputs` contains them, because the
+            search takes long.
     """
-    # `is_view` compares memory addresses, which torch.compile cannot trace. So while it traces, call `_copy` untraced.
+    # `is_view` compares memory addresses, which torch.compile cannot trace, so exclude `_copy` from tracing.
     return (_copy_untraced if torch.compiler.is_compiling() else _copy)(outputs, inputs, is_view, objects)
 
 

@@ -31,6 +31,18 @@ from .sharded_module import ShardedModule, extend_class
 _PARTS = re.compile(r"forward_.+|get_.+_features|generate")
 """The names of methods that users call instead of the model itself, to run a part of its forward. Such calls count as
 forwards, in which parameters are all-gathered when they are read."""
+_INSTEAD = {
+    "no_sync": (  # Accelerate's LocalSGD calls it
+        "A sharded model reduces gradients in every backward, also during accumulation, so remove the call of no_sync. "
+        "Accelerate's LocalSGD, which also calls no_sync, cannot be used, because it needs all weights on each rank"
+    ),
+    "join_hook": (  # Accelerate's join_uneven_inputs calls it
+        "Every rank of a sharded model takes part in each forward and backward, so ranks cannot join with fewer "
+        "batches: leave out join_uneven_inputs, and let the data loader give every rank the same number of batches "
+        "(even_batches=True, or drop_last=True)"
+    ),
+}
+"""{method of DistributedDataParallel that sharded models lack: what to do instead, for the error}."""
 
 
 def _let_out(module: DistributedModule, group: Sequence[OnDemandGather], inputs: Iterable[Any], outputs: Any) -> None:
@@ -39,13 +51,13 @@ def _let_out(module: DistributedModule, group: Sequence[OnDemandGather], inputs:
     Usually, full parameters are freed as soon as autograd keeps no view of them, which the context `on_demand.watch`
     tracks. Views that leave the module may be read later without autograd. If there are any, this function sets
     `unwatched` of the OnDemandGather, which prevents the early freeing. (If no backward follows, the parameters are
-    freed at the end of the outermost forward.) The views are searched in the outputs, in lists and dicts among the
-    arguments, and in the module's attributes.
+    freed at the end of the outermost forward.) The outputs, the lists and dicts among the arguments, and the module's
+    attributes are searched for views.
 
     Args:
         module: the module, whose forward has ended.
-        group: the OnDemandGathers of its parameters. Each unshards and frees one flat buffer. There are no views of
-            those that the forward has not read.
+        group: the OnDemandGathers of its parameters. Each unshards and frees one flat buffer. Buffers that
+            the forward did not read are skipped, because no views of them exist.
         inputs: the arguments of the forward.
         outputs: its return value. If objects in it cannot be searched, the parameters are kept.
     """
@@ -81,12 +93,12 @@ class DistributedModule(ShardedModule):
     `parameter.gather()` on all ranks.
 
     The forward may return views of parameters. The outputs of the outermost module contain copies of them. Views that
-    are kept elsewhere, for example in an attribute, must not be read when the forward and its backward are over.
+    are kept elsewhere, for example in an attribute, must not be read after the forward and its backward.
 
     A forward is a call of this module or of a DistributedModule that contains it, or a recomputation of such a call.
     After `auto_wrap`, calls of methods named `forward_...` or `get_..._features` also count as forwards, and so do
-    calls of a `generate` of the model's own. (The `generate` that models inherit from transformers does not count,
-    because it only calls the model, and each of these calls is a forward.)
+    calls of the model's own `generate`, if it defines one. (The `generate` that models inherit from transformers does
+    not count, because it only calls the model, and each of these calls is a forward.)
 
     Args:
         *args: passed to the next base class, usually torch.nn.Module.
@@ -117,13 +129,9 @@ class DistributedModule(ShardedModule):
         try:
             value = super().__getattr__(name)
         except AttributeError as error:
-            if name == "no_sync":  # a method of DistributedDataParallel, which Accelerate's LocalSGD calls
-                raise AttributeError(
-                    f"{error}. A sharded model reduces gradients in every backward, also during accumulation, so "
-                    "remove the call of no_sync. Accelerate's LocalSGD calls it too, and needs all weights on each "
-                    "rank, so it cannot be used"
-                ) from None
-            raise
+            if name not in _INSTEAD:
+                raise
+            raise AttributeError(f"{error}. {_INSTEAD[name]}") from None
         if type(value) is DistributedParameter:
             gather = value.on_demand or OnDemandGather.of(value, self._schedule)
             return gather.read(value, self)
@@ -133,10 +141,11 @@ class DistributedModule(ShardedModule):
         return self._run(super().__call__, args, kwargs)
 
     def _run(self, function: Callable, args: tuple, kwargs: dict) -> Any:
-        """Return `function(*args, **kwargs)`. The parameters of the module that it reads are all-gathered.
+        """Return `function(*args, **kwargs)`. When the function reads parameters of the module, they are all-gathered.
 
-        At the end of the outermost forward, hooks are registered on the outputs. When backward begins, they start to
-        all-gather the parameters that it needs. If no backward can follow, the parameters are resharded instead.
+        At the end of the outermost forward, hooks are registered on the outputs. At the beginning of backward, these
+        hooks start the all-gathers of the parameters that backward needs. If no backward can follow, the parameters are
+        resharded instead.
 
         function: this module's forward, or a method that runs a part of it, such as `get_image_features`.
         args, kwargs: the arguments of `function`.
@@ -176,9 +185,9 @@ class DistributedModule(ShardedModule):
     def _refuse_new_forward(self) -> None:
         """Raise RuntimeError if the call of this module during a backward is a forward with a backward of its own.
 
-        Its blocks would take it for a recomputation, so gradients would be lost. A recomputation by torch's checkpoint
-        is recognized by its saved-tensor hooks. The second forward of a checkpoint with use_reentrant=True has none,
-        but its gradients are not lost, because blocks recognize it.
+        The blocks would take the new forward for a recomputation, so gradients would be lost. A recomputation by
+        torch's checkpoint is recognized by the checkpoint's saved-tensor hooks. The second forward of a checkpoint with
+        use_reentrant=True runs without such hooks, but is allowed, because blocks recognize it in another way.
         """
         if not torch.is_grad_enabled() or inside_reentrant_checkpoint():
             return
@@ -244,8 +253,8 @@ def distribute(module: torch.nn.Module, schedule: Schedule) -> None:
     """Make `module` a DistributedModule, whose forward all-gathers sharded parameters when it reads them.
 
     Called when a model is wrapped, for the modules outside blocks, and for modules with root parameters. The module is
-    changed in place: its new class extends DistributedModule and its old class. A module that is a DistributedModule
-    already is not changed.
+    changed in place: its new class extends DistributedModule and its old class. If the module already is a
+    DistributedModule, this function does nothing.
 
     Args:
         module: the module.
@@ -278,7 +287,7 @@ def _part(method: Callable) -> Callable:
 
 
 class ParameterInitializer:
-    """A function with arguments, as the `init_method` of a DistributedParameter.
+    """A function together with its arguments, for use as the `init_method` of a DistributedParameter.
 
     `init_parameters` calls `function(tensor, *args, **kwargs)` to get the initial values of the parameter. `tensor` is
     new and uninitialized. It has the full shape (the shape before the split, if tensor parallelism splits the tensor).

@@ -20,15 +20,15 @@ if TYPE_CHECKING:
 FORWARD, EVALUATION, BACKWARD = (
     code(f"next operation of a {kind}", 0) for kind in ("forward", "forward without gradients", "backward")
 )
-"""The three kinds of passes. Each is a number: the entry of the collective log (the list of operations that the ranks
-compare) that a rank adds when it requests a collective in such a pass. So the ranks notice if one of them is in a
-forward and another in a backward.
+"""The three kinds of passes, as numbers. When a rank requests a collective in a pass, it adds the number of this kind
+of pass to the collective log (the list of operations that the ranks compare). The ranks thus notice if one rank is in a
+forward and another rank is in a backward.
 """
-_UNITS = 1 << 30  # an upper bound of the number of blocks and root buffers (of parameters outside blocks)
-_STRIDE = 1 << 20  # an upper bound of the number of buffers in one block
+_UNITS = 1 << 30  # an upper bound on the number of blocks and root buffers (of parameters outside blocks)
+_STRIDE = 1 << 20  # an upper bound on the number of buffers in one block
 _SPACE = _UNITS * _STRIDE
-# A rank requests this number at the end of its forward or backward. It is larger than the numbers of all collectives,
-# which `_add` chooses below 5 * _SPACE, so it is granted only when all ranks request it.
+# A rank requests this number at the end of its forward or backward. This number is larger than those of all collectives
+# (`_add` chooses them below 5 * _SPACE), so it is granted only when all ranks request it.
 _END = 6 * _SPACE
 
 
@@ -49,16 +49,21 @@ class _Requests(NamedTuple):
 
 
 class Negotiation:
-    """Lets ranks that may enter different blocks agree on each next collective of a forward or backward.
+    """Makes the ranks agree on each next collective of a model in which they may enter different blocks.
 
-    Each collective has a number. Every rank requests the number of the collective that it needs next, and all ranks
-    issue the collective with the smallest requested number. Ranks that requested another number take part too: they
-    discard the result of an all-gather, and send to a reduction the gradients that they have computed so far, or zeros.
-    Then they repeat their request. A rank that has reached the end of its forward or backward takes part in the same
-    way until all ranks have reached it.
+    For example, each rank may drop different layers at random. Without an agreement, one rank could then wait in a
+    collective that other ranks never issue.
 
-    The results do not depend on the numbers. These determine only how often a flat buffer is gathered or reduced twice
-    because ranks need it at different times. (If it is reduced twice, the second mean is added to the first.)
+    Each collective of the model has a number, which is the same on all ranks. Before a collective, every rank requests
+    the number of the collective that it needs next. All ranks then issue the collective with the smallest requested
+    number. A rank that requested a different number takes part too: in an all-gather, it discards the result, and in a
+    reduction, it contributes the gradients that it has computed so far, or zeros. Then it repeats its request. A rank
+    that has reached the end of its forward or backward takes part in the same way until all ranks have reached the end
+    of theirs.
+
+    The numbers do not affect the results of training. They determine only how often a flat buffer is gathered or
+    reduced twice because ranks need it at different times. (If its gradient is reduced twice, the second mean is added
+    to the first.)
     """
 
     def __init__(self, control: ObjectComm, reduce: Callable[[list[GradientBuffer]], None]) -> None:
@@ -86,9 +91,9 @@ class Negotiation:
         Args:
             buffers: the model's flat buffers, in the order of its modules.
             blocks: the BlockStates of its blocks.
-            last: the BlockStates of its longest list of blocks. Their all-gathers get the highest numbers in a forward,
-                and so are issued last, because modules that only some ranks enter (such as an image tower) usually run
-                before this list.
+            last: the BlockStates of the model's longest list of blocks. In a forward, the all-gathers of these blocks
+                get the highest numbers and so are issued last, because modules that only some ranks enter (such as an
+                image tower) usually run before this list.
         """
         owners = {buffer: block for block in blocks for buffer in block.buffers}
         units: dict[object, list[ShardedBuffer]] = {}
@@ -139,25 +144,29 @@ class Negotiation:
         self._served[requests.reduction] = serve_reduction
 
     def covers(self, buffer: ShardedBuffer) -> bool:
-        """Return whether `buffer` was registered, so that the ranks agree on each of its collectives beforehand.
+        """Return whether `buffer` belongs to a model in which ranks may enter different blocks (see `register`).
 
-        Ask this before you use a gradient during a backward. The gradients of a registered buffer are final only at the
-        end of the backward, not after their first reduction: in a reduction, each rank sends the gradients that it has
-        computed so far, or zeros. A rank that computes its gradients later starts another reduction in the same
-        backward, and the second mean is added to the first.
+        Call this if you want to use a gradient before the backward has ended, for example to update the parameter
+        early. If the result is True, wait until the end of the backward, because the gradient may be incomplete after
+        its first reduction: each rank contributes the gradients that it has computed so far, or zeros. A rank that
+        computes its gradients later starts another reduction in the same backward, and the second mean is added to the
+        first.
         """
         return buffer.number in self._requests
 
     # -- requests -----------------------------------------------------------------------------------------------
 
     def before_gather(self, buffer: ShardedBuffer, entry: int) -> None:
-        """Wait until the ranks agree that the all-gather of `buffer` is the next collective.
+        """Wait until the ranks agree that the all-gather of `buffer` is the next collective. The caller then issues it.
 
-        If they first agree on a collective that another rank needs, this method takes part in it, and then waits again.
-        The host waits for the other ranks. The caller must then issue the all-gather. Collective: meanwhile, every
-        other rank must call `before_gather`, `before_reduction` or `finish`. Returns immediately if the buffer needs no
-        collective now (for example, because it is unsharded), or if it belongs to no model whose ranks may run
-        different blocks.
+        Until then, this method takes part in the collectives that other ranks need first. The host waits for the other
+        ranks. Collective: meanwhile, every other rank must call `before_gather`, `before_reduction` or `finish`.
+
+        In two cases, there is nothing to agree on, and this method returns immediately:
+
+        * The buffer needs no collective now, for example because it is unsharded.
+        * The buffer was never passed to `register`. Then all ranks run the same blocks of its model, and need no
+          agreement.
 
         Args:
             buffer: the flat buffer to be gathered.
@@ -174,7 +183,7 @@ class Negotiation:
 
         The host waits for the other ranks. The caller must then start the reduction. Collective: meanwhile, every other
         rank must call `before_gather`, `before_reduction` or `finish`. Returns immediately if `gradients` is empty, or
-        their flat buffers were not registered.
+        if their flat buffers were never passed to `register`.
 
         gradients: the gradients of one block, or of one root buffer (of parameters outside blocks).
         """
@@ -188,10 +197,11 @@ class Negotiation:
         ranks start these last reductions in the same order.
 
         Args:
-            buffers: the flat buffers of one block, or one root buffer (of parameters outside blocks).
+            buffers: the flat buffers of one block; or a sequence of one root buffer (of parameters outside blocks).
 
         Returns:
-            The key. Smaller keys come first, and buffers that were not registered come last.
+            The key. Smaller keys come first. Buffers that were never passed to `register`, because all ranks run the
+            same blocks of their model, come last.
         """
         return min((found.reduction for each in buffers if (found := self._requests.get(each.number))), default=_END)
 
@@ -202,21 +212,23 @@ class Negotiation:
         the forward. The caller sorts them by this key, so that all ranks gather them in the same order.
 
         Args:
-            buffers: a sequence that contains only the root buffer.
+            buffers: the root buffer, as a sequence of length 1.
 
         Returns:
-            The key. Smaller keys come first, and buffers that were not registered come last.
+            The key. Smaller keys come first. Buffers that were never passed to `register`, because all ranks run the
+            same blocks of their model, come last.
         """
         return min((found.backward for each in buffers if (found := self._requests.get(each.number))), default=_END)
 
     def finish(self, entry: int) -> None:
         """Take part in other ranks' collectives until all ranks have reached the end of this forward or backward.
 
-        Called at the end of each forward and backward of an uneven model. The host waits for the other ranks.
-        Collective: every rank must call it.
+        Called at the end of each forward and backward of a model in which ranks may enter different blocks. The host
+        waits for the other ranks. Collective: every rank must call it.
 
-        entry: the kind of pass that ends: FORWARD, EVALUATION or BACKWARD. These constants are entries of the
-            collective log, by which the ranks notice if they are in different kinds of passes.
+        entry: the kind of pass that ends: FORWARD, EVALUATION or BACKWARD. This constant is written to the collective
+            log (the list of operations that the ranks compare), so that ranks notice if they are in different kinds of
+            passes.
         """
         self._agree(_END, entry)
 

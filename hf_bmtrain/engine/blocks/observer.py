@@ -18,19 +18,21 @@ if TYPE_CHECKING:  # at run time, engine/blocks may not import engine/optim (see
 
 
 class Observer:
-    """Base class of observers. On each rank, their methods are called at events of the forwards, backwards and steps.
+    """Base class of objects whose methods are called at certain points of training, for example to measure or check it.
 
-    Each method belongs to one event. A subclass overrides the methods of the events that it needs. To add an observer,
-    call `Schedule.observe`.
+    For example, an observer can check each gradient for nan before it is averaged, or measure the time of each step.
+    Each method below says when it is called. The methods of this class do nothing; a subclass overrides those that it
+    needs. To use an observer, pass it to `Schedule.observe`. Every rank has its own observers.
 
     Attributes:
-        position: determines the order of observers. At each event, those with a lower position are called first.
+        position: a number that determines the order of observers (default: 50). At each point of training, observers
+            with a lower position are called first.
     """
 
     position = 50
 
     def before_forward(self, model: torch.nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
-        """Called before each forward of a sharded model, except in recomputations and rehearsals (trial forwards).
+        """Called before each forward of a sharded model, except during a backward and in rehearsals (trial forwards).
 
         model: the model.
         args, kwargs: the arguments of the forward.
@@ -61,31 +63,31 @@ class Observer:
     def explain_skip(
         self, manager: OptimManager, parameters: Sequence[torch.nn.Parameter], counts: torch.Tensor
     ) -> str | None:
-        """Return a text that explains why the last step of `manager` was skipped, or None if the reason is unknown.
+        """Return an explanation of why the last step of `manager` was skipped, or None if the reason is unknown.
 
         Collective: every rank must call it.
 
         Args:
             manager: the manager whose step was skipped.
-            parameters: the parameters of all optimizers of `manager`.
+            parameters: the parameters that all optimizers of `manager` had in this step.
             counts: (len(parameters), 2) int64. Row i has the number of nan and the number of inf in this rank's
                 elements of the averaged gradient of parameter i. Both are -1 if there is no gradient, or if it was
                 freed before the host learned that the step had been skipped.
         """
 
     def out_of_memory(self) -> str | None:
-        """Return a text to add to a torch.OutOfMemoryError of a forward, backward or step, or None to add nothing."""
+        """Return a note to add to a torch.OutOfMemoryError of a forward, backward or step, or None to add nothing."""
 
     def record(self, tensor: torch.Tensor, name: str, group: str | None, requires_grad: bool) -> None:
         """Called for each activation that the user's code passes to `record_tensor`.
 
-        Not called in recomputations and rehearsals (trial forwards).
+        Not called in recomputations or rehearsals (trial forwards).
 
         Args:
             tensor: an activation, of any shape.
             name: its name.
             group: a prefix of the name; None for no prefix.
-            requires_grad: whether the gradient of the activation is wanted too.
+            requires_grad: whether the gradient of the activation should be recorded too.
         """
 
 
@@ -116,7 +118,7 @@ class Observers:
         return iter(self._all)
 
     def add(self, observer: Observer) -> None:
-        """Add `observer`. At each event, it is called after those added earlier that have the same `position`."""
+        """Add `observer`. Among observers with the same `position`, those that were added earlier are called first."""
         self._all.append(observer)
         self._sort()
 
@@ -143,7 +145,8 @@ class ObserverHandle:
     """
 
     def __init__(self, observers: Observers, observer: Observer, owner: object | None) -> None:
-        # The reference is weak, because the observer may store this handle. They would then keep each other alive.
+        # The reference is weak, because the observer may store this handle. With a strong reference, the observer and
+        # the handle would then keep each other alive.
         self._observers, self._observer = observers, weakref.ref(observer)
         self._freed = None if owner is None else weakref.finalize(owner, observers.remove, observer)
         if self._freed is not None:

@@ -1,4 +1,4 @@
-"""Interfaces that decide which forwards are recomputed in backward, with which state, and where inputs are kept."""
+"""Interfaces for recomputation in backward: which forwards are recomputed, their saved state, and their inputs."""
 
 from __future__ import annotations
 
@@ -49,9 +49,10 @@ class Recompute:
         Called before the block's all-gather. If layers issue collectives in their own forwards, a recomputation issues
         these collectives again. In this case, the result must be the same on all ranks.
 
-        A user may put a checkpoint of torch around a function that calls this block, even several times. When backward
-        runs that function again, this method is not called. Instead, its last result is applied to each call of the
-        block. So the result must be the same for all calls of the block inside one such checkpoint.
+        A user's function may call this block, even several times, and may itself run inside a checkpoint of torch (with
+        use_reentrant=False). When backward runs the function again, this method is not called. Instead, its last result
+        inside saved-tensor hooks, such as those of that checkpoint, is used for each call of the block. So it must
+        return the same result for all calls inside one such checkpoint.
 
         Args:
             args: the positional arguments of the forward.
@@ -63,11 +64,14 @@ class Recompute:
     def contexts(
         self, args: tuple, kwargs: dict[str, Any], pending: int
     ) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]] | None:
-        """Return two context managers: one around a forward that backward will recompute, one around its recomputation.
+        """Return the context managers for a forward that backward will recompute, and for its recomputation.
 
-        Called before a forward that torch's checkpoint will recompute, but not before one that a compiled graph will
-        recompute (see `kept_in_graph`). Returns None if no context managers are needed. A subclass can use them to
-        measure the forward, or to keep some of its tensors.
+        The forward runs inside the first context manager, and its recomputation inside the second. A subclass can use
+        them to measure the forward, or to keep some of its tensors so that they are not computed again. Returns None
+        if no context managers are needed.
+
+        Called before a forward that torch's checkpoint will recompute. Not called if the compiled graph of the block
+        recomputes the forward instead (see `kept_in_graph`).
 
         Args:
             args: the positional arguments of the forward.
@@ -76,9 +80,14 @@ class Recompute:
         """
 
     def kept_in_graph(self, args: tuple, kwargs: dict[str, Any], pending: int) -> Keeps | None:
-        """Decide whether the compiled graph of a block recomputes a forward, or torch's checkpoint does.
+        """Choose what will recompute a forward of a compiled block: its compiled graph, or torch's checkpoint.
 
-        Called before a forward of a compiled block that backward will recompute.
+        The graph recomputes only what the gradients need, while torch's checkpoint repeats the whole forward. So a
+        subclass chooses the checkpoint only if the forward must run inside the context managers that `contexts`
+        returns, for example to be measured.
+
+        Called before a forward that backward will recompute, unless the block must use torch's checkpoint anyway (for
+        example because the forward changes buffers).
 
         Args:
             args: the positional arguments of the forward.
@@ -86,8 +95,8 @@ class Recompute:
             pending: the number of the block's forwards whose backward has not run.
 
         Returns:
-            For the compiled graph, a function that selects the operators whose outputs the graph keeps until backward.
-            The graph recomputes all others. For torch's checkpoint, None; `contexts` is then called.
+            To choose the graph, a function that returns True for each call of an operator whose output the graph is to
+            keep until backward. The graph recomputes all other outputs. To choose torch's checkpoint, None.
         """
         return keep_nothing
 
@@ -127,8 +136,8 @@ class Replay(Protocol):
         it, because a compiled graph would recompute with the changed values.
 
         Returns:
-            True or False, for forwards in the present mode (training or evaluation). None if this is not known yet: the
-            layer has buffers, and no forward in this mode has run under `record`, which observes what the forward
+            True or False, for forwards in the present mode (`training` of all modules). None if this is not known yet:
+            the layer has buffers, and no forward in this mode has run under `record`, which observes what the forward
             changes. A layer without buffers returns False.
         """
         ...
@@ -145,8 +154,10 @@ class Replay(Protocol):
     def restore(self, snapshot: Any) -> AbstractContextManager[Any]:
         """Return a context manager that sets the layer to a saved state. The recomputation runs under it.
 
-        At its end, the layer gets back the state that it had before. torch's checkpoint raises an exception to end a
-        recomputation early. An implementation is allowed to suppress this exception.
+        When the context ends, the layer gets back the state that it had before the context.
+
+        As soon as a recomputation has computed all tensors that backward needs, torch's checkpoint ends it by raising
+        an exception inside the context. The context manager may suppress this exception or let it pass.
 
         snapshot: what the context manager of `record` yielded for the forward that is recomputed.
         """
@@ -173,8 +184,8 @@ class InputStore(Protocol):
 class LayerFeatures(Protocol):
     """Creates, for each new block, the objects that decide when and how its forward is recomputed in backward.
 
-    The code in `engine` takes this object from `World.layer_features`, so that it need not import the code of features
-    such as the offloading of activations, which define the classes of these objects.
+    The classes of these objects are defined by features outside `engine`, such as the offloading of activations. The
+    code in `engine` takes the LayerFeatures from `World.layer_features`, so that it need not import these features.
     """
 
     def check(self, use_checkpoint: object) -> None:

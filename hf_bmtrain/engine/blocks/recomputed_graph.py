@@ -3,7 +3,7 @@
 If torch's checkpoint calls a compiled forward, backward recomputes the whole forward. Here, torch.compile traces the
 checkpoint too, so that the compiled backward recomputes only what the gradients need. For example, no gradient needs
 the output of the last linear layer of a transformer layer, so it is not recomputed. This linear layer has a third of
-the transformer layer's weights in GPT-2 and a quarter in Llama.
+the transformer layer's weights in GPT-2, and about a quarter in Llama.
 """
 
 from __future__ import annotations
@@ -45,7 +45,10 @@ class RecomputedGraphs:
         self._compiled: dict[Keeps, tuple[_Source, Callable]] = {}
 
     def run(self, keeps: Keeps, args: tuple, kwargs: dict[str, Any]) -> Any:
-        """Run the compiled forward, and return its outputs. The first call with a function `keeps` compiles it.
+        """Run the compiled forward, and return its outputs.
+
+        The first call with each function `keeps` compiles the forward for this function. If `run` raises one of the
+        exceptions below, no part of the forward has run.
 
         Args:
             keeps: a function that takes an operator of torch, and the positional and keyword arguments of one call of
@@ -54,8 +57,8 @@ class RecomputedGraphs:
             kwargs: its keyword arguments.
 
         Raises:
-            NotCompiled: torch.compile does not compile this call, but runs it eagerly. No part of the forward has run.
-            CannotRecompute: torch.compile cannot trace the layer as one graph. No part of the forward has run.
+            NotCompiled: torch.compile has no effect at this moment, for example because it is disabled.
+            CannotRecompute: torch.compile cannot trace the layer's forward and its recomputation as one graph.
         """
         if keeps not in self._compiled:
             source = (_checkpointed if self._layer is None else _of_class)(self._forward, keeps)
@@ -66,7 +69,7 @@ class RecomputedGraphs:
         try:
             return self._call(compiled, args, kwargs)
         except compile_errors() as error:
-            source.refused = f"torch.compile cannot trace it together with the backward: {compile_reason(error)}"
+            source.refused = f"torch.compile cannot trace the forward and backward as one: {compile_reason(error)}"
             raise CannotRecompute(source.refused) from error
 
     def eager(self, *args: Any, **kwargs: Any) -> Any:
@@ -87,15 +90,19 @@ class RecomputedGraphs:
 class CannotRecompute(Exception):
     """Raised by `RecomputedGraphs.run` if torch.compile cannot trace a layer's forward and its backward as one graph.
 
-    With one graph, backward could recompute only a part of the forward. The caller (the block) then logs the message,
-    which is the reason, and runs the forward inside torch's checkpoint, which repeats the whole forward in backward.
+    The caller (the block) logs the message, which states the reason. It then runs the forward inside torch's
+    checkpoint, so that backward repeats the whole forward, instead of only the part that the gradients need.
     """
 
 
 class NotCompiled(CannotRecompute):
-    """Raised if torch.compile is disabled, or does not compile a forward because of a context around it.
+    """Raised by `RecomputedGraphs.run` if torch.compile has no effect now, so that it would run the forward eagerly.
 
-    The caller then runs the forward, and its recomputation, with `RecomputedGraphs.eager`.
+    This happens if torch.compile is disabled, and inside some contexts, such as a TorchDispatchMode. The exception is
+    raised before the forward begins.
+
+    The caller then runs the forward with `RecomputedGraphs.eager`, inside torch's checkpoint. The recomputation also
+    uses `eager`, because torch.compile may have an effect again in backward, which would make the two differ.
     """
 
 

@@ -43,7 +43,7 @@ class BackwardParticipant(Protocol):
     def buffers(self) -> Sequence[ShardedBuffer]: ...
 
     def finish_backward(self) -> None:
-        """Start the reductions of gradients that have not started yet, and reshard. Called at the end of a backward.
+        """Reshard, and start those reductions that the backward has not started yet. Called at the end of a backward.
 
         Collective: every rank must call it.
         """
@@ -51,19 +51,23 @@ class BackwardParticipant(Protocol):
     def abandon_backward(self) -> None:
         """Drop this participant's gradients, and reshard, after a backward that raised an exception.
 
-        The schedule calls this instead of `finish_backward`, in `discard_failed_backward`: when the next forward
-        begins, or the next model is wrapped.
+        The schedule calls this instead of `finish_backward`, in `discard_failed_backward`: for example when the next
+        forward begins, or the next model is wrapped.
         """
 
 
 class Order(NamedTuple):
-    """What one forward of a module did. The module's next forward expects the same, and prefetches accordingly.
+    """A record of what one training forward of a module has called and read.
+
+    The schedule expects the module's next training forward to do the same, and prefetches what this next forward will
+    need: `first`, when the next forward reads parameters outside blocks before it calls a block; and the flat buffers
+    of `tail`, when the next forward makes its `calls`-th call of a block.
 
     Attributes:
         first: the block that the forward called first.
-        calls: the number of calls of blocks in the forward.
-        tail: the OnDemandGathers (each all-gathers one flat buffer of parameters outside blocks) that the forward first
-            read after the last of these calls.
+        calls: the number of calls of blocks in the forward. A block that was called twice counts twice.
+        tail: the OnDemandGathers of the flat buffers that the forward did not read until its last call of a block had
+            ended, such as the head's. (An OnDemandGather all-gathers one flat buffer of parameters outside blocks.)
     """
 
     first: BlockState
@@ -74,27 +78,28 @@ class Order(NamedTuple):
 class ForwardPass:
     """One forward of the outermost sharded module. It records what the backward of this forward needs.
 
-    A block may be called while the backward runs. If it is in `blocks`, the call is a recomputation by a checkpoint
-    around the block. If it is not, or if a reentrant checkpoint calls it, the call is a new forward, which has its own
-    backward.
+    If a block in `blocks` is called while the backward runs, the call is a recomputation by a checkpoint around the
+    block. Calls in the second forward of a reentrant checkpoint are the exception: they are new forwards, which have
+    their own backward. (For blocks that are not in `blocks`, see `Schedule.was_recorded`.)
 
     Args:
         enter: a function that is called with this forward pass when a backward reaches the forward. It returns False if
-            this backward has reached it before.
+            this backward has already reached the forward.
         negotiation: see the attribute.
 
     Attributes:
         readers: {OnDemandGather: whether its flat buffer must stay unsharded during the whole backward}. Each
             OnDemandGather all-gathers one flat buffer of root parameters (those outside blocks) that the forward has
             read. The values are valid after `end`; before, all are True.
-        blocks: the blocks that this forward called and of which an output requires a gradient.
-        token: the version counters of the flat buffers of root parameters at the end of the forward. None before it.
+        blocks: the blocks that this forward called and that returned an output that requires a gradient.
+        token: the version counters of the flat buffers of root parameters at the end of the forward. None until then.
         module: a weak reference to the module that was called. None in a rehearsal (a forward that only measures).
-        expected: the Order of the last forward of the same module, by which this one prefetches; None if it is unknown.
-        first: the block that this forward called first; None before.
+        expected: the Order of the same module's last training forward, which determines what to prefetch. None if there
+            was none, if gradients are disabled, in a rehearsal, and if the ranks may enter different blocks.
+        first: the block that this forward called first; None before this call.
         calls: the number of calls of blocks so far.
-        last: the block that was called last, if an output of it requires a gradient. None otherwise, while a block is
-            running, and once a backward has reached it (see `Schedule.send_tail`).
+        last: the block that was called last. None if none of its outputs requires a gradient, while a block is running,
+            before the first block is called, and after a backward has called `Schedule.send_tail`.
         tail: {OnDemandGather: None} of the flat buffers of root parameters that were first read after the last call of
             a block, such as those of the final norm and the head.
         prefetched: the OnDemandGathers whose flat buffers were prefetched because they are in the tail of `expected`.
@@ -121,13 +126,17 @@ class ForwardPass:
     # -- forward ------------------------------------------------------------------------------------------------
 
     def begin_block(self, block: BlockState) -> None:
-        """Note that the forward is about to call `block`."""
+        """Record that the forward is about to call `block`."""
         if self.first is None:
             self.first = block
         self.calls, self.last = self.calls + 1, None
 
     def end_block(self) -> None:
-        """Note that the call of a block has ended. Parameters that were read before are not read after the last one."""
+        """Empty `tail`. Called when a call of a block has ended.
+
+        At the end of the forward, `tail` must contain only flat buffers that were first read after the last call of a
+        block. Those that it contains now were read before this call ended, so they are removed.
+        """
         self.tail.clear()
 
     def add_reader(self, reader: OnDemandGather) -> None:
@@ -141,8 +150,8 @@ class ForwardPass:
     def end(self) -> list[int]:
         """End the forward. Return the version counters of the flat buffers of root parameters that it has read.
 
-        Root parameters are those outside blocks. The counters are passed to `before_backward`, which checks with them
-        that the parameters were not modified meanwhile.
+        Root parameters are those outside blocks. The counters are passed to `before_backward`, which uses them to
+        check that the parameters were not modified in between.
         """
         self.readers = {reader: reader.unwatched for reader in self.readers}
         self.token = [reader.version for reader in self.readers]
@@ -165,14 +174,15 @@ class ForwardPass:
     def _reached(self, gradient: torch.Tensor) -> None:
         if torch.is_grad_enabled():
             raise double_backward()
-        if self.token is not None:  # otherwise the forward is still running, and has the parameters
+        if self.token is not None:  # otherwise the forward is still running, so the parameters are unsharded
             self.before_backward(self.token)
 
     def check_unwritten(self) -> None:
         """Raise RuntimeError if the forward modified a root parameter (one outside blocks) that it read.
 
-        Called when the outermost forward has run, before its full parameters are freed, because the change would then
-        be lost.
+        Called at the end of the outermost forward. Full parameters are freed without being copied back to the shards,
+        so a write would be lost, except on a rank whose shard contains the whole parameter. (If the shard is the full
+        buffer, as with one rank, writes are allowed.) A cast of a parameter to another dtype also raises the error.
         """
         for reader in self.readers:
             reader.check_unwritten()
@@ -180,9 +190,11 @@ class ForwardPass:
     def holds(self, tensor: torch.Tensor) -> bool:
         """Return whether `tensor` is a view of a root parameter (one outside blocks) that this forward has read.
 
-        Such a view becomes invalid when the full parameter is freed, so `DistributedModule` copies it if the model
-        returns it. Only parameters that are marked as `unwatched` are considered. For the others, it is known that the
-        module that read them has let no view of them out.
+        `DistributedModule` calls this for the tensors in the model's outputs, and in lists and dicts among its
+        arguments. A view becomes invalid when the full parameter is freed, so it is replaced by a copy.
+
+        Only flat buffers whose OnDemandGather has `unwatched` set to True are searched. If `unwatched` is False, no
+        view of the buffer has left the modules that read it, so none can be found.
         """
         return any(reader.unwatched and reader.holds(tensor) for reader in self.readers)
 
@@ -221,14 +233,15 @@ class ForwardPass:
 
 
 class ForwardDepth:
-    """A context manager that counts the forwards that are running now, one inside another.
+    """A reentrant context manager that counts the nested forwards that are running.
 
-    The outermost forward of a model, each forward of a block, and recomputations run in it. A forward of a model inside
-    another model's forward does not. The count shows whether a forward is running: outside forwards, for example,
-    reading a root parameter (one outside blocks) does not all-gather it, unless a backward is running.
+    It is entered by the outermost forward of a model, by each forward of a block, and by recomputations, but not by the
+    forward of a model that is called inside another model's forward. The count shows whether any forward is running.
+    For example, reading a root parameter (one outside blocks) all-gathers it only while a forward or backward is
+    running.
 
     Attributes:
-        depth: the number of the counted forwards that are running; 0 if no forward is running.
+        depth: the number of these forwards that are running; 0 if none is.
     """
 
     depth = 0
@@ -273,14 +286,14 @@ class Schedule:
         self._calibrates = False
         self._members: dict[
             int, dict[BackwardParticipant, None]
-        ] = {}  # the participants of each backward; the key is autograd's number of the backward
+        ] = {}  # the participants of each backward, keyed by autograd's graph task (`current_graph_task`)
         self._passes: dict[int, list[ForwardPass]] = {}  # the forward passes that each backward has reached
         self._left_unsharded: weakref.ref[BlockState] | None = None  # weak, so that it keeps no model alive
         self._prefetched: weakref.ref[BlockState] | None = None
         # What the last training forward of each outermost module did. The references to blocks are strong, so that all
-        # ranks prefetch the same, even if a block has left the model since.
+        # ranks prefetch the same blocks, even if one was removed from the model since.
         self._orders: weakref.WeakKeyDictionary[torch.nn.Module, Order] = weakref.WeakKeyDictionary()
-        # The gradients whose reductions were started and not yet waited for: one list for each call of `send`.
+        # The gradients whose reductions have been started but not yet waited for: one list for each call of `send`.
         self._pending: deque[list[GradientBuffer]] = deque()
         # The gradients for which it is still unknown whether another rank used parameters that this rank did not use.
         self._undecided: list[GradientBuffer] = []
@@ -308,7 +321,7 @@ class Schedule:
 
         A rehearsal is a forward that only measures something (see `calibration`).
 
-        model: the model of which a forward is about to start.
+        model: the model whose forward is about to start.
         args, kwargs: the arguments of the forward.
         """
         if not self.repeats:
@@ -319,17 +332,17 @@ class Schedule:
 
     @property
     def mapped_bytes(self) -> int:
-        """The bytes of shards and received gradients that are missing in torch's memory statistics.
+        """The bytes of shards and received gradients that torch's memory statistics do not count.
 
         The package allocates this memory outside torch's allocator.
         """
         return self.shards.mapped_bytes + self.blocks.mapped_bytes
 
     def explain_shortage(self, error: BaseException) -> None:
-        """If `error` is a torch.OutOfMemoryError, add texts to it that explain the shortage.
+        """If `error` is a torch.OutOfMemoryError, add explanations of the shortage to it.
 
-        The texts are returned by the method `out_of_memory` of the observers (objects called at events of training).
-        They become notes of the exception. In Python 3.10, where exceptions have no notes, they are logged.
+        The observers (objects called at events of training) return these explanations from their method
+        `out_of_memory`. They are added as a note of the exception, or logged in Python 3.10, which has no notes.
         """
         if not isinstance(error, torch.OutOfMemoryError):
             return
@@ -345,7 +358,7 @@ class Schedule:
     def free_dropped(self) -> None:
         """Free the memory that was allocated outside torch for models that every rank has deleted.
 
-        Python frees a deleted model on each rank at another time, but this memory can only be freed by all ranks
+        Each rank's Python may free a deleted model at a different time, but this memory can only be freed by all ranks
         together. `bmt.synchronize` calls this method. Collective: every rank must call it.
         """
         self.shards.free_dropped()
@@ -386,15 +399,17 @@ class Schedule:
     def forward(self, uneven: bool, module: torch.nn.Module | None = None) -> Iterator[ForwardPass]:
         """Return a context for the outermost forward of a model. It yields the ForwardPass of this forward.
 
-        uneven: whether the ranks may enter different blocks of the model. If so, the context is collective: at its end,
-            each rank waits for the others.
+        uneven: whether the ranks may enter different blocks of the model. If so, the context is collective: every rank
+            must enter it, and waits at its end until all ranks have reached the end.
         module: the module that was called. None in a rehearsal (see `calibration`).
         """
         self.discard_failed_backward()
         if uneven:
             self.shards.publish()
         begun = ForwardPass(self._enter_pass, self.negotiation if uneven else None)
-        # The module whose Order is used and renewed, or None.
+        # A training forward uses the Order of its module for prefetching, and replaces it at the end. Forwards without
+        # gradients, and forwards of models in which ranks may enter different blocks, do neither: `ordered` is then
+        # None.
         ordered = module if torch.is_grad_enabled() and not uneven else None
         if module is not None:
             begun.module = weakref.ref(module)
@@ -418,8 +433,8 @@ class Schedule:
     def calibration(self) -> Iterator[None]:
         """Return a context for a rehearsal: a forward without a backward that only measures, before the real forward.
 
-        For example, a feature measures rounding noise in it, before it decides how layers compute. In the context,
-        `repeats` is True, so that the rehearsal does not count as a forward for observers. At its end, root parameters
+        For example, a feature uses a rehearsal to measure rounding noise before it decides how layers compute. In the
+        context, `repeats` is True, so that observers ignore the rehearsal. At the end of the context, root parameters
         (those outside blocks) that only the rehearsal has read are resharded.
         """
         outer = {} if self.running is None else self.running.readers
@@ -435,8 +450,8 @@ class Schedule:
     def add_reader(self, reader: OnDemandGather) -> None:
         """Register that the running forward pass reads the root parameters (outside blocks) that `reader` all-gathers.
 
-        If no backward will follow, the forward pass reshards them at its end. Otherwise, the beginning of the backward
-        starts to all-gather those that it needs again.
+        If no backward will follow, the forward pass reshards these parameters at its end. Otherwise, those that the
+        backward needs are all-gathered again when it begins.
         """
         if self.running is not None:
             self.running.add_reader(reader)
@@ -451,12 +466,15 @@ class Schedule:
     def watch(self, module: torch.nn.Module, outputs: Any) -> None:
         """Prepare for a backward that begins at a tensor inside the model instead of at the model's outputs.
 
-        A loss may use tensors that the model does not return: those that `module` stores in attributes and, if it has
-        forward hooks, its outputs, because the hooks may store them. `ForwardPass.watch` is called with these tensors,
-        so that a backward that reaches one of them all-gathers the root parameters (those outside blocks).
+        When a backward reaches the model's outputs, hooks on them start the all-gathers of the root parameters (those
+        outside blocks). But a loss may use a tensor that the model does not return. This method therefore registers
+        such hooks (see `ForwardPass.watch`) on:
+
+        * the tensors that `module` has stored in its attributes and buffers.
+        * if `module` has forward hooks: the tensors in `outputs`, because a hook may have stored them.
 
         module: a module outside blocks, whose forward has ended.
-        outputs: its return value.
+        outputs: the return value of this forward.
         """
         if self.running is not None:
             self.running.watch([*vars(module).values(), *module._buffers.values()])
@@ -522,8 +540,8 @@ class Schedule:
         """Start the all-gathers of the root parameters that the running forward will probably read after its blocks.
 
         Root parameters are those outside blocks, such as those of the head. Called whenever a block has been unsharded,
-        but has an effect only for the last call of a block, judging by the previous forward. Collective: every rank
-        must call it. If the forward does not read the parameters, they are resharded at its end.
+        but has an effect only when the forward has called exactly as many blocks as the module's previous forward did.
+        Collective: every rank must call it. If the forward does not read the parameters, they are resharded at its end.
         """
         if running.expected is not None and running.calls == running.expected.calls:
             running.prefetched = running.expected.tail
@@ -531,14 +549,17 @@ class Schedule:
                 self.gather(*reader.buffers)
 
     def open_block(self, block: BlockState | None, prefetched: BlockState | None) -> None:
-        """Reshard the blocks that earlier calls have kept unsharded, unless they are needed now.
+        """Reshard the blocks that were kept unsharded, except `block` and `prefetched`, which are needed now.
 
-        These are at most two blocks: the argument `prefetched` of the previous call, and the argument of the last call
-        of `leave_unsharded`. A block is needed now if it is `block` or `prefetched`. This method is called before a
-        block is unsharded. It is also called at the end of a backward, with None for both arguments.
+        At most two blocks were kept unsharded: the block that was prefetched last, and the block that was last passed
+        to `leave_unsharded`. The caller then starts the all-gathers of `block` and `prefetched` itself.
+
+        Called before a block is unsharded or prefetched. At the end of a backward, it is called with None for both
+        arguments, so that both blocks are resharded.
 
         block: the block whose forward or backward starts now; None if none starts.
-        prefetched: the block that the caller will prefetch next; None if it prefetches none.
+        prefetched: the block that the caller prefetches next; None if it prefetches none. The next call of this method
+            reshards it, unless it is needed then.
         """
         for reference in (self._left_unsharded, self._prefetched):
             kept = reference() if reference is not None else None
@@ -561,16 +582,17 @@ class Schedule:
     # -- backward -----------------------------------------------------------------------------------------------
 
     def join_backward(self, member: BackwardParticipant, forward_pass: ForwardPass | None = None) -> None:
-        """Add a participant to the running backward. At its end, `finish_backward` of every participant is called.
+        """Add a participant to the running backward. When this backward ends, its participants' `finish_backward` runs.
 
-        Each backward has its own participants, because a backward that runs inside another one (in a reentrant
-        checkpoint) ends before the outer one.
+        A backward may run inside another one (in a reentrant checkpoint). The participant is then added to the inner
+        one, which ends first.
 
         member: for example a block, or the OnDemandGather of a root buffer (a flat buffer of parameters outside
             blocks). Adding it again has no effect.
-        forward_pass: the forward pass in which `member` was used, or None if it is unknown. If this backward has not
-            reached the forward pass before, `before_backward` of the forward pass is called first. (A backward reaches
-            a block before the model's outputs if the loss depends only on an activation inside the model.)
+        forward_pass: the forward pass in which `member` was used, or None if it is unknown. Usually the backward has
+            reached the outputs of this forward pass before, which has started the all-gathers of root parameters. If
+            not, because the loss depends only on an activation inside the model, this method starts them (see
+            `ForwardPass.before_backward`). It starts none if the forward pass is still running.
         """
         task = current_graph_task()
         if forward_pass is not None and forward_pass not in self._passes.get(task, ()):
@@ -600,14 +622,19 @@ class Schedule:
         return members
 
     def was_recorded(self, block: BackwardParticipant) -> bool | None:
-        """Return whether `block` was called (see `record`) in the forward to which the running backward belongs.
+        """Return whether `block` was called (see `record`) in the forward whose backward is running.
 
-        If so, a call of the block during this backward is a recomputation, except in the second forward of a reentrant
-        checkpoint. If not, it is a new forward. If a backward runs inside another one, the forwards of both are
+        If a block is called during a backward, this helps to find out whether the call is a recomputation by a
+        checkpoint around the block, or a new forward. This method is not needed in the second forward of a reentrant
+        checkpoint, which is a new forward in any case. If a backward runs inside another one, the forwards of both are
         considered.
 
-        Returns None if the forward is not known: the block was called outside a sharded model, or backward started from
-        an activation that no block computed.
+        Returns:
+            True if the block was called in the forward: a call of the block now is a recomputation.
+            False if the block was not called in the forward: a call now is a new forward. (Exception: if a checkpoint
+            inside a reentrant checkpoint recomputes the block, the result may also be False.)
+            None if the forward is not known: the block was called outside a sharded model, or backward started from an
+            activation that no block computed.
         """
         passes = [each for passes in self._passes.values() for each in passes]
         return any(block in each.blocks for each in passes) if passes else None
@@ -621,10 +648,11 @@ class Schedule:
         return any(each.module is not None and each.module() is module for each in passes)
 
     def is_member(self, member: BackwardParticipant) -> bool:
-        """Return whether `member` takes part in a running backward that has not begun to end.
+        """Return whether `member` was added (see `join_backward`) to a backward that has not ended.
 
-        At the end of one backward, this shows whether an outer backward (around a reentrant checkpoint) still needs the
-        full parameters of `member`.
+        A backward that is calling `finish_backward` of its participants counts as ended. So in `finish_backward`, the
+        result is True only if another backward, around this one (which then runs in a reentrant checkpoint), still
+        needs the full parameters of `member`.
         """
         return any(member in members for members in self._members.values())
 
@@ -634,7 +662,7 @@ class Schedule:
 
         Collective: every rank must call it.
 
-        task: autograd's number of the backward (its graph task).
+        task: autograd's number for the backward (`current_graph_task`).
         """
         self.open_block(None, None)
         members = self._members.pop(task)
@@ -698,18 +726,20 @@ class Schedule:
         Called in backward, before a gradient is added to a flat buffer whose reduction is pending. Collective: every
         rank must call it, at the same point of the backward, because it calls gradient hooks, which may be collective.
 
-        Each local parameter (this rank's elements) gets the mean gradient of its elements as its `.grad`. The exception
-        is a parameter that this rank did not use: as long as it is unknown whether another rank used it, its `.grad` is
-        not set. This is decided at the end of the backward.
+        The mean gradient is added to the `.grad` of each local parameter (this rank's elements) that requires a
+        gradient, or becomes its `.grad`. The exception is a parameter that has no `.grad` yet and that this rank did
+        not use in this backward. It gets a `.grad` only if another rank used it. If that is still unknown, its `.grad`
+        remains None until the end of the backward, when `_decide` finds out and sets it if needed.
         """
         self._receive(ahead=0)
 
     def send(self, gradients: list[GradientBuffer]) -> None:
         """Start to average the gradients of one block or one root buffer over the ranks.
 
-        Collective: every rank must call it. To limit the memory for gradients, this method first waits for earlier
-        reductions; the caller need not do so. If ranks may enter different blocks, this rank also takes part in the
-        collectives that other ranks need, until all ranks agree that this reduction is next.
+        Collective: every rank must call it. To limit the memory for gradients, the current stream first waits for
+        earlier reductions (with several ranks, usually for all but those of the previous call). If ranks may enter
+        different blocks, this rank also takes part in the collectives that other ranks need, until all ranks agree that
+        this reduction is next.
 
         gradients: the gradients of all trainable flat buffers of the block, or of the root buffer (a flat buffer of
             parameters outside blocks).
@@ -737,10 +767,11 @@ class Schedule:
             self.send(gradients)
 
     def _start(self, gradients: list[GradientBuffer], ahead: int = 0) -> None:
-        """Wait for earlier reductions, except those of the last `ahead` calls, and start those of `gradients`."""
+        """Wait for all reductions except those of the last `ahead` calls, then start to reduce `gradients`."""
         # `_receive` calls gradient hooks, which may be collective, so all ranks must receive a gradient at the same
-        # point. If ranks may enter different blocks, they call `make_room` at different points. `ahead` is then 0, so
-        # that earlier gradients are received here, where all ranks are together, and none are left to `make_room`.
+        # point. If ranks may enter different blocks, they call `make_room` at different points. `ahead` is then 0: all
+        # earlier gradients are received here, at a point that all ranks reach together, and none are left to
+        # `make_room`.
         self._receive(ahead)
         for gradient in gradients:
             if gradient.is_pending:
@@ -769,9 +800,9 @@ class Schedule:
     def _decide(self) -> None:
         """Set the `.grad` of parameters that this rank did not use in this backward but another rank did.
 
-        `_receive` always sets the `.grad` of the parameters that this rank used. For the others, it must know whether
-        another rank used them. If it does not know, it leaves them to this method, which is called at the end of the
-        backward.
+        `_receive` sets the `.grad` of the parameters that this rank used. A parameter that this rank did not use, and
+        that has no `.grad` yet, gets one only if another rank used it. If that is still unknown when `_receive` is
+        called, the parameter is left to this method, which is called at the end of the backward.
         """
         undecided, self._undecided = self._undecided, []
         for gradient in undecided:

@@ -66,8 +66,8 @@ class ShardedModule(torch.nn.Module):
     def state_dict(self, *args, destination=None, prefix: str = "", keep_vars: bool = False):
         """Return a state dict with copies of all full parameters on the CPU, under the module's usual keys.
 
-        Collective: every rank must call it. Every rank gets all parameters, so each needs host memory for them. With
-        tensor parallelism (`tp_size`), the tensors are those before the split. Tied weights share one copy. Buffers
+        Collective: every rank must call it. Each rank gets all parameters, and needs host memory for them. With tensor
+        parallelism (`tp_size`), the parts of each split tensor are joined. Tied weights share one copy. Buffers
         (`register_buffer`) are not copied: the state dict has the module's own tensors.
 
         Args:
@@ -77,7 +77,7 @@ class ShardedModule(torch.nn.Module):
             keep_vars: ignored, because the parameters are copied without gradients.
 
         Returns:
-            A dict {key: tensor}, which `load_state_dict` accepts, and also the same model without sharding.
+            A dict {key: tensor}, which can be loaded into this model, and into the same model without sharding.
         """
         outermost = destination is None
         if outermost:
@@ -191,6 +191,24 @@ def extend_class(base: type, cls: Any, methods: dict[str, Any]) -> Any:
     return metaclass(cls.__name__, (base, cls), {**names, **methods})
 
 
+def extend_module(module: torch.nn.Module, base: type, **attributes: Any) -> None:
+    """Change the class of `module`, in place, to one that extends `base` and the module's present class.
+
+    Modules with the same class and equal arguments get the same new class, as `extend_class` requires.
+
+    Args:
+        module: the module.
+        base: the class to add, which comes first in the method resolution order.
+        **attributes: class attributes of the new class. Their values must be hashable.
+    """
+    module.__class__ = _extended_class(base, type(module), tuple(attributes.items()))
+
+
+@functools.cache
+def _extended_class(base: type, cls: Any, attributes: tuple[tuple[str, Any], ...]) -> Any:
+    return extend_class(base, cls, dict(attributes))
+
+
 def _begins_without_dict(cls: Any) -> bool:
     """Return whether the memory layout of `cls` begins with that of a base class without `__dict__`, such as ABC.
 
@@ -212,7 +230,7 @@ defines. To find out whether the wrapped function is one of this package, `_is_o
 STAYS = "stays_in_copies"
 """The name of an attribute that a hook of this package has if deep copies of its module must keep the hook.
 
-Without such a hook, the copy would compute something else.
+Without this hook, the copy would compute different results.
 """
 _ADDED = ("_schedule", "_uneven", "_is_fsdp_managed_module")
 """Attributes (other than hooks and methods) that sharding adds to modules. Deep copies have neither them nor attributes
@@ -220,13 +238,13 @@ whose names begin with "_bmt"."""
 
 
 def _plain_copy(module: Any, memo: dict[int, Any]) -> Any:
-    """Return a deep copy of `module` with full parameters and without everything that sharding has added.
+    """Return a deep copy of `module` with full parameters and without anything that sharding has added.
 
     Collective: every rank must call it.
 
     memo: the argument of `__deepcopy__`: {id(original): copy} for the objects that are copied already.
     """
-    modules = [each for each in module.modules() if id(each) not in memo and _is_copied_here(each)]
+    modules = [each for each in module.modules() if id(each) not in memo]
     parameters = dict.fromkeys(p for each in modules for p in each._parameters.values())
     sharded = [p for p in parameters if isinstance(p, DistributedParameter) and id(p) not in memo]
     if sharded:
@@ -237,7 +255,7 @@ def _plain_copy(module: Any, memo: dict[int, Any]) -> Any:
             copied: Any = full
             parameter.mark(copied)
             memo[id(parameter)] = full
-    made = []
+    modules, made = [each for each in modules if _is_copied_here(each)], []
     for each in modules:  # create all copies before filling any, because their attributes refer to each other
         cls = own_class(each)
         made.append(cls.__new__(cls))
@@ -247,6 +265,11 @@ def _plain_copy(module: Any, memo: dict[int, Any]) -> Any:
             copied.__dict__[name] = copy.deepcopy(value, memo)
         if isinstance(copied, ShardedModule) and "_schedule" in vars(each):
             copied.__dict__["_schedule"] = vars(each)["_schedule"]
+    if id(module) not in memo:  # call the user's `__deepcopy__` with the module as it was before it was sharded
+        cls = own_class(module)
+        unsharded = cls.__new__(cls)
+        unsharded.__dict__.update(_own_attributes(module))
+        memo[id(module)] = cls.__deepcopy__(unsharded, memo)
     return memo[id(module)]
 
 
@@ -267,10 +290,11 @@ def own_class(module: torch.nn.Module) -> Any:
 def _is_copied_here(module: torch.nn.Module) -> bool:
     """Return whether `_plain_copy`, which copies a sharded model, copies the attributes of `module` one by one.
 
-    It does so unless the module's original class defines `__deepcopy__`. This method is then called instead.
+    If the module's original class defines `__deepcopy__`, the result is False, and that method copies the module. The
+    method of torch's parametrizations does not count, because it also copies the attributes one by one.
     """
-    copies = ShardedModule.__deepcopy__
-    return getattr(own_class(module), "__deepcopy__", copies) is copies
+    copies = getattr(own_class(module), "__deepcopy__", ShardedModule.__deepcopy__)
+    return copies is ShardedModule.__deepcopy__ or copies.__module__ == torch.nn.utils.parametrize.__name__
 
 
 def _own_attributes(module: torch.nn.Module) -> dict[str, Any]:

@@ -48,7 +48,7 @@ def agree(
     found = control.gather((len(names), names[:_SHOWN]))
     count = max(number for number, _ in found)
     if not count:  # all values are equal, so only the order of the facts differs: compare the names at each position
-        agree(control, occasion, {f"number {number}": name for number, name in enumerate(mine)}, may_differ)
+        agree(control, occasion, {f"position {number} (from 0)": name for number, name in enumerate(mine)}, may_differ)
     shown = list(dict.fromkeys(chain.from_iterable(names for _, names in found)))[:_SHOWN]
     values = control.gather([mine.get(name, "nothing") for name in shown])
     told = [f"{name}: {_by_value(column)}" for name, column in zip(shown, zip(*values))]
@@ -78,14 +78,14 @@ def _by_value(values: Sequence[str]) -> str:
         ranks.setdefault(value, []).append(rank)
     told = [f"{_ranks(ranks[value])} {value[:_LENGTH]}" for value in [*ranks][:_VALUES]]
     if len(ranks) > _VALUES:
-        told.append(f"the remaining ranks have {len(ranks) - _VALUES} more values")
+        told.append(f"the remaining ranks have {len(ranks) - _VALUES} other values")
     return ", ".join(told)
 
 
 def _ranks(numbers: Sequence[int]) -> str:
-    """Return a text such as "rank 3 has" or "ranks 0, 2-5 have".
+    """Return a phrase such as "rank 3 has" or "ranks 0, 2-5 have".
 
-    numbers: the ranks that the text names, in ascending order.
+    numbers: the ranks to name, in ascending order.
     """
     spans: list[list[int]] = []
     for number in numbers:
@@ -102,10 +102,10 @@ def _digest(text: str) -> str:
 
 
 def fingerprint(tensor: torch.Tensor) -> str:
-    """Return a text with a hash of some of a tensor's elements, which `agree` can compare between ranks.
+    """Return a string with a hash of some of a tensor's elements, which `agree` can compare between ranks.
 
-    Of a tensor with more than 192 elements, only 64 at the beginning, 64 in the middle and 64 at the end are read, so
-    that little of a memory-mapped file is loaded. Differences in other elements are missed, but weights and optimizer
+    If the tensor has more than 192 elements, only 64 at the beginning, 64 in the middle and 64 at the end are read, in
+    order to load little of a memory-mapped file. Differences in other elements are missed, but weights and optimizer
     states of different steps, seeds or runs differ nearly everywhere. The host waits for the tensor's device.
     """
     flat = tensor.detach().resolve_conj().reshape(-1)
@@ -124,7 +124,7 @@ def contents(state: Any, name: str = "") -> dict[str, str]:
         name: the path of `state` in the outermost container, such as "groups.0.lr". Empty for the outermost container.
 
     Returns:
-        {path: text}. For a tensor, the text is its shape, dtype and fingerprint; for another value, its `repr`.
+        {path: description}. A tensor is described by its shape, dtype and fingerprint, any other value by its `repr`.
     """
     if isinstance(state, torch.Tensor):
         return {name: f"{tuple(state.shape)} {state.dtype} {fingerprint(state)}"}

@@ -2,8 +2,9 @@
 
 Ranks that issue different operations would deadlock or exchange the wrong data. Each operation is one entry of the log,
 and an entry is a number. The log does not store the entries themselves. For each entry, it stores a digest of this
-entry and all earlier ones: the previous digest times a constant, plus the entry, modulo a power of two. If one digest
-is equal on two ranks, all entries up to there are equal. An entry can be computed from the digests before and after it.
+entry and all earlier ones: the previous digest times a constant, plus the entry, modulo a power of two. If two ranks
+have the same digest at one position, all their entries up to this position are equal. An entry can be computed from the
+digests before and after it.
 """
 
 from __future__ import annotations
@@ -18,8 +19,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 KEPT = 8192
-"""The number of recent operations that ranks can compare. Several training steps of a large model issue fewer, so a
-rank can still be compared with one that is some steps ahead."""
+"""The number of recent operations that ranks can compare. A large model needs several training steps to issue
+this many operations, so a rank can still be compared with another rank that is some steps ahead."""
 SENT = 64
 """The number of recent entries of its log that a rank sends to the other ranks."""
 _RING = 2 * KEPT
@@ -30,7 +31,8 @@ UNKNOWN = "an exchange between the ranks"
 """The description, in messages, of an exchange of objects whose purpose this rank has not recorded."""
 _OF_ELEMENTS = ("all-gather", "reduce-scatter", "all-reduce", "broadcast")
 _OF_PARTS = ("all-to-all",)
-"""Collectives whose number of elements may differ between ranks. Their log entries therefore do not contain it."""
+"""Collectives whose number of elements may differ between ranks. Their log entries therefore contain no number of
+elements."""
 _OF_BUFFERS = (
     "gather of", "gather without gradients of", "preparing the all-gather of", "reduction of the gradient of",
     "change of requires_grad in",
@@ -52,11 +54,19 @@ def code(kind: str, number: int) -> int:
     """Return the entry, a number, that stands for an operation in a rank's log of collectives.
 
     Args:
-        kind: the kind of the operation, one of `_KINDS`, such as "all-gather".
-        number: for a collective on a tensor, the tensor's number of elements. For an operation on a flat buffer, the
-            buffer's number. For an exchange of Python objects or a decision, a hash of its description. 0 for an
-            all-to-all, and for kinds that begin with "next operation of" (if the ranks may enter different blocks, they
-            agree before each collective on what the next one is).
+        kind: the kind of the operation, one of `_KINDS` except those in `_OF_VALUES` (for these, use `value_code`).
+        number: what distinguishes operations of this kind. It depends on `kind`:
+
+            * "all-gather" or "reduce-scatter": the number of elements of the full tensor.
+            * "all-reduce" or "broadcast": the number of elements of the tensor.
+            * a kind in `_OF_BUFFERS`, such as "gather of": the number of the flat buffer.
+            * "exchange" (a barrier, or an exchange of flags or Python objects): a hash of the text that states its
+              purpose.
+            * "decision for" (a decision that all ranks must make in the same way, such as whether to save at this
+              step): a hash of the text that describes the decision.
+            * "all-to-all": 0.
+            * a kind that begins with "next operation of": 0. Ranks that may enter different blocks log such an entry
+              whenever they agree on the next collective.
     """
     return number * len(_KINDS) + _POSITIONS[kind]
 
@@ -68,7 +78,8 @@ def value_code(kind: str, value: float) -> int:
 
     Args:
         kind: the use of the value, one of `_OF_VALUES`, such as "step with learning rate".
-        value: any number. The entry contains this number rounded to float32, or inf if it is too large for float32.
+        value: any number. The entry contains this number rounded to float32, or inf if its magnitude is too large for
+            float32.
     """
     try:
         (bits,) = _BITS(_FLOAT(value))
@@ -88,30 +99,18 @@ def option_kind(option: str) -> str:
     return kind if kind in _OF_VALUES else "step with another option"
 
 
-def kind_and_number(entry: int) -> tuple[str, int]:
-    """Split an entry of a collective log into the kind of its operation and a number, to describe it in a message.
-
-    Args:
-        entry: the number that stands for an operation, from `code` or `value_code`.
-
-    Returns:
-        The arguments `kind` and `number` from which `code` has computed the entry. For an entry from `value_code`, the
-        second result is the bit pattern of the float32 value.
-    """
-    number, position = divmod(entry, len(_KINDS))
-    return _KINDS[position], number
-
-
 def describe(entry: int, names: Mapping[int, str], occasions: Mapping[int, str]) -> str:
     """Describe an entry of the collective log for messages, such as "all-gather of 1024 elements".
 
     Args:
         entry: a number that stands for an operation, from `code` or `value_code`.
-        names: {number of a flat buffer: its name}.
-        occasions: {number: text}, the descriptions of exchanges of Python objects and of decisions. Entries contain
-            only the number of the description.
+        names: {number of a flat buffer: its name}. An entry contains only the number.
+        occasions: {hash: text} for exchanges and decisions. An entry contains only the hash of the text that describes
+            the exchange or decision. If the hash is not in `occasions`, the result is UNKNOWN.
     """
-    kind, number = kind_and_number(entry)
+    # The arguments of `code`. In an entry from `value_code`, the number is the bit pattern of the float32 value.
+    number, position = divmod(entry, len(_KINDS))
+    kind = _KINDS[position]
     if kind in _OF_ELEMENTS:
         return f"{kind} of {number} elements"
     if kind in _OF_PARTS:
@@ -147,19 +146,18 @@ class Excerpt(NamedTuple):
 
 
 class Difference(NamedTuple):
-    """A difference between the collective logs of two ranks, which is at a known position or before it.
+    """The result of `CollectiveLog.compare` if the collective logs of two ranks differ.
 
-    A collective log lists the operations that a rank has issued. Ranks compare digests, each a hash of all entries up
-    to a position. So a digest that differs shows a difference at its position or before it. Only the digests of recent
-    positions are compared, so the position of the first difference may be unknown.
+    A collective log lists the operations that a rank has issued. Each entry is a number that stands for an operation.
+    `compare` looks only at recent positions in the logs. At each, it compares hashes of all entries up to this
+    position. So it also notices a difference before the recent positions, but cannot tell where it is.
 
     Attributes:
-        number: the position of the earliest digest that differs, counted from 1.
-        mine: this rank's entry at this position.
-        theirs: the other rank's entry at this position.
-        first: True if all earlier entries are equal, so that `mine` and `theirs` are the first entries that differ.
-            False if this is not known: the first difference may be in earlier entries, which were not compared. `mine`
-            and `theirs` may then even be equal.
+        number: the first position at which `compare` found that the hashes differ, counted from 1.
+        mine: this rank's entry at position `number`.
+        theirs: the other rank's entry at position `number`.
+        first: True if all entries before `number` are equal. `mine` and `theirs` are then the first entries that
+            differ. False if entries before `number` may already differ. `mine` and `theirs` may then even be equal.
     """
 
     number: int
@@ -171,8 +169,13 @@ class Difference(NamedTuple):
 class CollectiveLog:
     """The log of the operations that this rank has issued to one communicator. Each operation is one entry, a number.
 
-    Every rank must issue the same operations in the same order, so the logs of all ranks must be equal. To check this,
-    each rank publishes the `excerpt` of its log, the last SENT (64) entries, and the other ranks pass it to `compare`.
+    Every rank must issue the same operations in the same order, so the logs of all ranks must be equal. They are
+    compared in two ways:
+
+    * A rank sends `excerpt`, the last SENT (64) entries of its log, to other ranks, which pass it to `compare`.
+    * After a call of `publish`, the log is in shared memory. `note`, which adds an entry, then compares each new entry
+      with the logs of other ranks of this host, before the operation is issued.
+
     Only one thread at a time may add entries; any thread may read them.
 
     Attributes:
@@ -180,11 +183,13 @@ class CollectiveLog:
         ranks: the ranks whose logs must be equal. None means all ranks.
         count: the number of entries.
         digest: a hash of all entries, 48 bits.
-        problem: the reason why this rank must stop, such as a difference from another rank, or None.
-        told: whether an error with the text of `problem` has been raised.
-        explain: a function that describes a difference between this log and another rank's. It takes this log, the
-            number of the other rank, and the last entries of that rank's log. It returns None if it finds no
-            difference.
+        problem: the reason why this rank must stop, such as a difference from another rank, or None. Operations then
+            raise RuntimeError with this message.
+        told: whether this error has been raised. If it is not raised in time, the monitor (the thread that watches the
+            other ranks) ends the process.
+        explain: a function that `note` calls if it finds that another rank's log differs. It takes this log, the other
+            rank, and the excerpt of that rank's log. It returns a message, which becomes `problem`, or None if the
+            excerpt shows no difference. The default always returns None; the monitor replaces it.
     """
 
     def __init__(self, name: str) -> None:
@@ -201,15 +206,16 @@ class CollectiveLog:
         self._others: list[tuple[int, Any]] = []
 
     def publish(self, memory: memoryview, others: Mapping[int, memoryview]) -> None:
-        """Move this log to shared memory, and make `note` compare each new entry with the logs of other ranks there.
+        """Move this log to shared memory. From then on, `note` compares each new entry with the logs of other ranks.
 
-        Called once for each log. If another rank of this host has issued a different operation, `note` then raises an
-        error before this rank's operation can deadlock or exchange wrong data.
+        If another rank in `others` has already issued a different operation, `note` then raises an error before this
+        rank's operation can deadlock or exchange wrong data. Called once for each log.
 
         Args:
-            memory: the shared memory, a view of WORDS integers of 8 bytes that the other ranks of this host can read.
-            others: {rank: memory} of those ranks of this host with which to compare. Each memory contains the log that
-                the rank has published.
+            memory: the shared memory to which this log is moved. It has room for WORDS (the size of a log) unsigned
+                integers of 8 bytes, and the other ranks of this host can read it.
+            others: the logs with which `note` compares: for other ranks of this host, {rank: the shared memory to which
+                that rank moves its own log}.
         """
         memory[:] = memoryview(self._memory)
         self._memory, self._others = memory, list(others.items())
@@ -237,16 +243,16 @@ class CollectiveLog:
                 self.refuse()
 
     def refuse(self) -> None:
-        """Raise RuntimeError with the text of `problem` if it is set, so that this rank issues no more operations.
+        """Raise RuntimeError with the message `problem` if it is set, so that this rank issues no more operations.
 
-        `problem` is the reason why this rank must stop. To wait until another thread may have set it, use `check`.
+        `problem` is the reason why this rank must stop. To give another thread time to set it, use `check`.
         """
         if self.problem is not None:
             self.told = True
             raise RuntimeError(self.problem)
 
     def check(self, seconds: float = 0) -> None:
-        """Raise RuntimeError with the text of `problem` if it is set, or if another thread sets it within `seconds`.
+        """Raise RuntimeError with the message `problem` if it is set, or if another thread sets it within `seconds`.
 
         `problem` is the reason why this rank must stop. When an operation has failed, wait some seconds, so that the
         monitor (the thread that watches the other ranks) can find the cause.
@@ -263,17 +269,17 @@ class CollectiveLog:
         return _excerpt(self._memory)
 
     def compare(self, theirs: Excerpt) -> Difference | None:
-        """Return the earliest known difference between this log and another rank's log, or None if none is known.
+        """Compare this log with the last entries of another rank's log. Return the first difference found, or None.
 
-        The monitor (the thread that watches the other ranks) and `World.barrier` call this, to find ranks that issue
-        different operations. Only the entries in `theirs` are compared. An entry is left out if this log has not
-        reached its position yet, or has KEPT (8192) or more entries after it.
+        The monitor (the thread that watches the other ranks) and `World.barrier` use this to find ranks that have
+        issued different operations.
 
-        The logs are compared by digests. A digest is a hash of all entries up to a position, so it also differs if only
-        earlier entries differ, which were not compared. If this cannot be ruled out, the attribute `first` of the
-        result is False.
+        The comparison covers the positions of the entries in `theirs`. It skips a position if this log has no entry
+        there yet, or has KEPT (8192) or more entries after it. At each position, it compares hashes of all entries up
+        to this position. So it also notices a difference before the compared positions, but cannot tell where it is.
+        If the difference may be there, the attribute `first` of the result is False.
 
-        theirs: the last entries of the other rank's log, which its `excerpt` has returned.
+        theirs: the result of the other rank's `excerpt`.
         """
         digest, before = theirs.digest, self._digest(theirs.count)
         equal = before == digest
@@ -303,7 +309,7 @@ class CollectiveLog:
     def _digest(self, number: int) -> int | None:
         """Return the digest (a hash) of entries 1 to `number` of this log, or None if it is not available.
 
-        It is not available if the log has fewer entries, or has more than KEPT entries after `number`.
+        It is not available if the log has fewer than `number` entries, or more than KEPT entries after entry `number`.
         """
         count = self._memory[0]
         # Another thread may add entries now. They do not overwrite the result, because the ring buffer has room for

@@ -30,7 +30,7 @@ _DIAGNOSIS_SECONDS = 5.0
 PATIENCE = 5.0
 """The number of seconds that an operation waits beyond the timeout, so that the monitor (the thread that watches the
 other ranks) reports the timeout first. Only the monitor can find out why a rank is missing."""
-_LATER = timedelta(seconds=60)  # added to gloo's own timeout, so that this package's error is raised first
+LATER = timedelta(seconds=60)  # added to gloo's own timeout, so that this package's error is raised first
 
 Ranges = Sequence[tuple[int, int]]
 Groups = Sequence[Sequence[int]]
@@ -38,12 +38,15 @@ Groups = Sequence[Sequence[int]]
 
 
 class Communicator(Protocol):
-    """An ordered queue of collectives between all ranks, or between the ranks of a group.
+    """Interface of an object that runs collectives between all ranks, or between the ranks of a group.
 
+    Each collective is asynchronous: the method starts the operation and returns a ticket, whose `wait` makes the
+    current stream (without a GPU, the host) wait for the operation. Every rank must start the operations of all
+    communicators in the same order, from one thread at a time. The operations of a communicator run in this order.
     Tensors are contiguous and on this rank's device.
 
     Attributes:
-        rank: this rank's number in the communicator.
+        rank: this rank's index in the communicator, 0 to size - 1.
         size: the number of ranks in the communicator.
         collective_log: the log of the operations. Callers may add entries that state the purpose of an operation.
     """
@@ -53,7 +56,7 @@ class Communicator(Protocol):
     collective_log: CollectiveLog
 
     def all_gather(self, full: torch.Tensor, shard: torch.Tensor) -> Ticket:
-        """Start to fill `full` (size * n,) with the shards (n,) of all ranks, in rank order.
+        """Start to fill `full` (size * n,) with the shards (n,) of all ranks, in rank order. Any dtype can be sent.
 
         Collective: every rank must call it. Call `wait` of the returned ticket before you use `full` or write `shard`.
         """
@@ -86,9 +89,10 @@ class Communicator(Protocol):
         ...
 
     def broadcast(self, tensor: torch.Tensor, root: int) -> Ticket:
-        """Start to replace `tensor` on every rank by its values on the rank whose number in the communicator is `root`.
+        """Start to replace `tensor` on every rank by its values on the rank with index `root` in the communicator.
 
-        Collective: every rank must call it. Call `wait` of the returned ticket before you use `tensor`.
+        Collective: every rank must call it. Call `wait` of the returned ticket before you use `tensor`, which is
+        contiguous and of any dtype.
         """
         ...
 
@@ -140,10 +144,10 @@ class OpenGroup(Protocol):
 class Gather(Protocol):
     """A way to allocate shards (each rank's part of a flat tensor), and to all-gather them into the full tensor.
 
-    Shards are gathered with collectives (`CollectiveGather`) or with peer copies (`PeerGather`): each rank copies them
-    directly from the memory of the other ranks. Most methods are needed only for peer copies, for example to wait until
-    other ranks have read a shard. In this base class, these methods do nothing or return a constant, which is correct
-    for collectives. `PeerGather` overrides them.
+    Shards are gathered with collectives (`CollectiveGather`) or with peer copies (`PeerGather`), by which each rank
+    reads them directly from the memory of the other ranks. Most methods are needed only for peer copies, for example to
+    wait until other ranks have read a shard. In this base class, these methods do nothing or return a constant, which
+    is correct for collectives. `PeerGather` overrides them.
 
     Attributes:
         communicator: the communicator that all-gathers the shards or, with peer copies, synchronizes the copies.
@@ -169,20 +173,23 @@ class Gather(Protocol):
             dtype: their dtype.
             device: this rank's device.
             wait_for_update: a function that makes the current stream wait for any asynchronous update (by an
-                optimizer) that is still writing to the shard. It is called before other ranks may read new values.
+                optimizer) that is still writing to the shard. This function is called before other ranks may read new
+                values.
         """
         ...
 
     def gather(self, full: torch.Tensor, shard: torch.Tensor, own: Ranges) -> Ticket:
         """Start to fill `full` with the shards of all ranks, in rank order.
 
-        Collective if `is_collective` returns True.
+        Collective if `is_collective` returns True. Call `wait` of the returned ticket before you read `full`.
 
         Args:
-            full: (size * n,), written.
+            full: (number of ranks * n,), written.
             shard: (n,), this rank's shard, from `allocate`.
-            own: the (start, stop) ranges of `shard` that must be copied to `full`. The rest of `shard` need not be
-                copied: it contains complete tensors, which this rank reads in `shard` and not in `full`, and padding.
+            own: the (start, stop) ranges of `shard` that must be copied to this rank's own part of `full`. The rest of
+                this part may be left unwritten, but the parts of other ranks are always written completely. Pass
+                [(0, n)] if everything will be read in `full`. Pass `Layout.cut_ranges(rank)`, the ranges of tensors
+                that are split between ranks, if tensors that lie entirely in `shard` will be read there.
         """
         ...
 
@@ -205,20 +212,24 @@ class Gather(Protocol):
         """
 
     def announce(self, shard: torch.Tensor, update: Ticket) -> None:
-        """Make later gathers of a flat buffer wait until every rank has completed an asynchronous update of its shard.
+        """Make later gathers of a flat buffer wait until every rank has updated its own shard of the buffer.
 
-        Collective: every rank must call it.
+        Call this after an optimizer has started an asynchronous update of the shards. Otherwise, a peer copy could read
+        a shard of another rank before that rank has updated it. By default, this does nothing: with collectives, each
+        rank waits for its own update before it joins the gather.
+
+        Collective: every rank must call it, for the same flat buffers in the same order.
 
         Args:
-            shard: this rank's shard of the buffer, from `allocate`.
-            update: the ticket (handle to wait for) of the operation that writes `shard`.
+            shard: this rank's shard of the flat buffer, from `allocate`.
+            update: the ticket (handle to wait for) of the operation that updates `shard`.
         """
 
     def free_dropped(self) -> None:
         """Free the memory of those shards from `allocate` that no rank references any longer.
 
-        Only needed for shards that other ranks read by peer copies: Python frees a deleted model on each rank at
-        another time, but the memory may be freed only when all ranks have deleted the model. Called by
+        Only needed for shards that other ranks read by peer copies: each rank's Python may free a deleted model at a
+        different time, but the memory may be freed only when all ranks have deleted the model. Called by
         `bmt.synchronize`, and before more such memory is allocated. Collective: every rank must call it.
         """
 
@@ -241,8 +252,27 @@ class CollectiveGather(Gather):
         return self.communicator.all_gather(full, shard)
 
 
+def all_reduce_largest(communicator: Communicator, magnitudes: torch.Tensor) -> None:
+    """Replace each element of `magnitudes` by its maximum over the ranks, or by NaN if it is NaN on any rank.
+
+    An all-reduce that computes the maximum of floating-point numbers may ignore NaN. So the bits of the numbers are
+    compared as integers. For non-negative numbers, these integers have the same order as the numbers, and the integer
+    of NaN is larger than that of inf.
+
+    Collective: every rank must call it.
+
+    Args:
+        communicator: does the all-reduce.
+        magnitudes: float32 or float64, non-negative or NaN, contiguous, of the same shape and dtype on every rank;
+            overwritten.
+    """
+    magnitudes.abs_()  # clears the sign of NaN
+    bits = magnitudes.view(torch.int64 if magnitudes.dtype == torch.float64 else torch.int32)
+    communicator.all_reduce(bits, maximum=True).wait()
+
+
 class SingleProcess:
-    """The communicator of a single rank. Operations copy their input or do nothing, and complete at once."""
+    """The communicator of a single rank. Operations copy their input on the current stream, or do nothing."""
 
     rank, size = 0, 1
 
@@ -282,37 +312,29 @@ class SingleProcess:
 class _GlooTicket:
     """A ticket, the handle to wait for, of one gloo operation that runs asynchronously on CPU tensors.
 
+    communicator: the communicator that runs the operation.
     label: a description of the operation, for errors.
-    work: the operation.
-    under_way: the communicator's set of running operations, from which `wait` removes this one.
-    collective_log: the communicator's log, in which the thread that watches the other ranks notes a problem.
-    seconds: the maximum time for which `wait` waits.
+    work: the operation. `wait` removes it from the communicator's set of running operations.
     finish: a function that computes the result from the received values, called by `wait` after the operation, or None.
     """
 
     def __init__(
-        self,
-        label: str,
-        work: dist.Work,
-        under_way: set[dist.Work],
-        collective_log: CollectiveLog,
-        seconds: float,
-        finish: Callable | None,
+        self, communicator: GlooCommunicator, label: str, work: dist.Work, finish: Callable[[], object] | None
     ) -> None:
-        self.label, self._seconds = label, seconds
-        self._work, self._under_way, self._collective_log, self._finish = work, under_way, collective_log, finish
+        self.label, self._communicator, self._work, self._finish = label, communicator, work, finish
 
     def wait(self) -> None:
+        communicator = self._communicator
         try:
-            wait_for(self._work, self._collective_log, self._seconds)
+            wait_for(self._work, communicator.collective_log, communicator.seconds)
         except RuntimeError as error:
-            self._collective_log.refuse()
+            communicator.collective_log.refuse()
             raise RuntimeError(
                 f"{self.label} failed: another rank ended, raised an error, or did not call this operation within the "
                 f"timeout. Look for the first error in the logs of all ranks. ({error})"
             ) from error
         finally:
-            self._under_way.discard(self._work)
+            communicator.under_way.discard(self._work)
         if self._finish is not None:
             self._finish()
 
@@ -322,22 +344,22 @@ class GlooCommunicator:
 
     Creating it is collective: every rank must do so.
 
-    Means are computed in float32 (float64 for float64). `reduce_scatter_mean` adds the values in rank order, so its
-    results are bit-identical in every run.
+    Means are computed in float32, or in float64 for float64 tensors. `reduce_scatter_mean` adds the values in rank
+    order, so its results are bit-identical in every run.
 
     Args:
         name: the communicator's name, for messages.
         timeout: the time for which operations wait for other ranks.
         groups: the groups into which all ranks are divided, each as a list of ranks in ascending order. The
-            communicator connects the ranks of this rank's group. None makes one group of all ranks.
+            communicator connects the ranks of this rank's group.
     """
 
-    def __init__(self, name: str, timeout: timedelta, groups: Groups | None = None) -> None:
-        self._name, self.collective_log, self._seconds = name, CollectiveLog(name), timeout.total_seconds() + PATIENCE
-        self._under_way: set[dist.Work] = set()
+    def __init__(self, name: str, timeout: timedelta, groups: Groups) -> None:
+        self._name, self.collective_log, self.seconds = name, CollectiveLog(name), timeout.total_seconds() + PATIENCE
+        self.under_way: set[dist.Work] = set()
         rank, self._group = dist.get_rank(), None
-        for members in [range(dist.get_world_size())] if groups is None else groups:
-            group: Any = dist.new_group([*members], timeout + _LATER, backend="gloo")
+        for members in groups:
+            group: Any = dist.new_group([*members], timeout + LATER, backend="gloo")
             if rank in members:  # torch requires every rank to create all groups; keep only this rank's
                 self._group, self._members = group, members
         self.rank, self.size = self._members.index(rank), len(self._members)
@@ -388,23 +410,23 @@ class GlooCommunicator:
         return self._ticket("all_to_all", sent, work)
 
     def unfinished(self) -> bool:
-        return any(not work.is_completed() for work in list(self._under_way))
+        return any(not work.is_completed() for work in list(self.under_way))
 
     def close(self, abort: bool) -> None:
         end = time.monotonic() + _ABORT_SECONDS
-        if abort and not all(comes(work, end - time.monotonic()) or work.is_completed() for work in self._under_way):
+        if abort and not all(comes(work, end - time.monotonic()) or work.is_completed() for work in self.under_way):
             keep_group(self._group)
             return
-        self._under_way.clear()
+        self.under_way.clear()
         end_group(self._group)
         self._group = None
 
     def _ticket(self, operation: str, tensor: torch.Tensor, work, finish=None) -> Ticket:
-        self._under_way.difference_update([other for other in self._under_way if other.is_completed()])
-        self._under_way.add(work)  # for `unfinished` and `close`; `_GlooTicket.wait` removes it
+        self.under_way.difference_update([other for other in self.under_way if other.is_completed()])
+        self.under_way.add(work)  # `unfinished` and `close` read this set; `_GlooTicket.wait` removes `work` from it
         rank, what = self._members[self.rank], f"{operation} of {tensor.numel()} elements of {tensor.dtype}"
         label = f"rank {rank}: {what} (communicator '{self._name}')"
-        return _GlooTicket(label, work, self._under_way, self.collective_log, self._seconds, finish)
+        return _GlooTicket(self, label, work, finish)
 
 
 def group_of(rank: int, size: int, stride: int) -> range:
@@ -433,11 +455,11 @@ def wait_for(work: Any, collective_log: CollectiveLog, seconds: float) -> None:
     Args:
         work: the operation.
         collective_log: the log of its communicator, in which the monitor (the thread that watches the other ranks)
-            notes a problem that it finds.
+            records a problem that it finds.
         seconds: the maximum time to wait.
 
     Raises:
-        RuntimeError: the operation failed or took too long, or the monitor noted a problem in the log meanwhile.
+        RuntimeError: the operation failed or took too long, or the monitor recorded a problem in the log meanwhile.
     """
     end = time.monotonic() + seconds
     while not work.is_completed():
@@ -461,7 +483,7 @@ def explained_by(collective_log: CollectiveLog) -> Iterator[None]:
     When gloo or NCCL raises an error, the monitor (the thread that watches the other ranks) has 5 s to find the cause.
     If the monitor finds no cause, the original error is raised.
 
-    collective_log: the log in which the monitor notes the cause.
+    collective_log: the log in which the monitor records the cause.
     """
     try:
         yield
@@ -473,9 +495,9 @@ def explained_by(collective_log: CollectiveLog) -> Iterator[None]:
 def comes(work: Any, seconds: float) -> bool:
     """Wait at most `seconds` for `work`, an operation of gloo. Return whether the operation succeeded in this time.
 
-    Unlike `work.wait`, this does not raise, so that the caller can do something else while the operation runs (look for
-    failed ranks), or can give it up. If the result is False, the operation has failed if `work.is_completed()` is True,
-    and is still running otherwise.
+    Unlike `work.wait`, this does not raise an error. The caller can thus look for failed ranks while the operation
+    runs, or stop waiting for it. If the result is False, `work.is_completed()` tells whether the operation has failed
+    (True) or is still running (False).
     """
     try:
         work.wait(timedelta(seconds=max(seconds, 0.001)))
@@ -493,7 +515,7 @@ def keep_group(group: Any) -> None:
 
 
 def end_group(group: Any) -> None:
-    """Destroy a process group. The caller must also drop its own reference to the group, so that its threads end.
+    """Destroy a process group. The caller must also drop its own reference to it, so that the group's threads end.
 
     The threads must end before the interpreter shuts down. Otherwise a gloo thread may free the tensors of its last
     operation during the shutdown, and the process aborts ("terminate called without an active exception").

@@ -1,4 +1,4 @@
-"""Communicators for training on several hosts, built from communicators inside each host and between hosts.
+"""Communicators for training on several hosts, built from communicators inside each host and across hosts.
 
 A *rail* is a group with one rank of each host: the ranks that have the same index on their hosts.
 """
@@ -14,15 +14,17 @@ from .collective_log import CollectiveLog
 from .communicator import CollectiveGather, Communicator, Ranges
 from .layout import Layout
 from .reduce import Destination, PendingReduce, Reducer, Reduction
-from .streams import Immediate, Ticket, WorkStream, work_stream
+from .streams import After, Immediate, Ticket, WorkStream, work_stream
 
 
 class ShardGroup:
-    """A communicator for tensors that are sharded over the ranks of each host, so that every host stores all shards.
+    """A communicator for tensors that are sharded over the ranks of each host. Every host stores all shards.
 
-    This is used with `shard_over="host"`. Collectives take place between the ranks of this host. Only `broadcast` sends
-    to all ranks of all hosts, from a rank of the first host, so that all hosts get the same values. Gradients are
-    averaged between hosts by ReplicatedReduction.
+    This is used with `shard_over="host"`. All collectives but `broadcast` connect only the ranks of this host.
+    Gradients are therefore averaged across hosts separately, by ReplicatedReduction.
+
+    `broadcast(tensor, root)` connects all ranks of all hosts, so that all hosts get the same values. It sends from rank
+    `first[root]`: `root` is an index into the ranks of the first host.
 
     Args:
         inside: the communicator of the ranks of this host.
@@ -72,7 +74,7 @@ class EqualSums(ShardGroup):
         inside: the communicator of the ranks of this host.
         world: the communicator of all ranks.
         first: the ranks of the first host, in the order of their shards.
-        rail: the communicator of the ranks that have this rank's index on their hosts, one of each host.
+        rail: the communicator of the ranks that have this rank's index on their hosts, one on each host.
         device: this rank's device.
     """
 
@@ -88,15 +90,15 @@ class EqualSums(ShardGroup):
 
 
 class TwoLevels:
-    """The communicator of all ranks of several hosts, which all-gathers first between hosts and then inside each host.
+    """The communicator of all ranks of several hosts, which all-gathers first across hosts and then inside each host.
 
     Every shard is thus sent to each other host only once. A reduce-scatter takes the opposite order: first inside each
-    host, then between hosts. Other collectives use the communicator of all ranks. Every host must have the same number
+    host, then across hosts. Other collectives use the communicator of all ranks. Every host must have the same number
     of ranks.
 
     Args:
         inside: the communicator of the ranks of this host.
-        rail: the communicator of the ranks that have this rank's index on their hosts, one of each host.
+        rail: the communicator of the ranks that have this rank's index on their hosts, one on each host.
         world: the communicator of all ranks.
         order: the rank that stores shard 0, the rank that stores shard 1, and so on.
         device: this rank's device.
@@ -111,7 +113,7 @@ class TwoLevels:
         device: torch.device,
     ) -> None:
         # Shards are numbered so that the ranks with the same index on their hosts (a rail) store consecutive shards.
-        # The result of an all-gather between hosts is then one contiguous part of the full buffer.
+        # The result of an all-gather across hosts is then one contiguous part of the full buffer.
         self.rank, self.size = inside.rank * rail.size + rail.rank, world.size
         self.collective_log: CollectiveLog = world.collective_log
         self.inside, self.rail, self._world, self._order = inside, rail, world, order
@@ -122,15 +124,19 @@ class TwoLevels:
         return self.all_gather_through(full.detach().view(self.inside.size, -1)[self.inside.rank], full, shard)
 
     def all_gather_through(self, part: torch.Tensor, full: torch.Tensor, shard: torch.Tensor) -> Ticket:
-        """Start to all-gather `shard` between hosts into `part`, and then `part` inside the host into `full`.
+        """Start to all-gather `shard` across hosts into `part`, and then `part` inside the host into `full`.
 
-        Collective: every rank must call it. Call `wait` of the returned ticket before you use `part` or `full`.
+        Unlike `all_gather`, this lets the caller choose the memory for `part`. HostGather keeps `part`, so that it can
+        all-gather the same shards again without sending anything across hosts.
+
+        Collective: every rank must call it. Call `wait` of the returned ticket before you use `part` or `full`, or
+        write `shard`.
 
         Args:
-            part: (hosts * n,), written with the shards of the ranks that have this rank's index on their hosts, in the
-                order of the hosts. These are consecutive shards.
-            full: (size * n,), written with the shards of all ranks, in the order of their numbers: first those of the
-                ranks with index 0 on their hosts, then those with index 1, and so on. See the argument `order`.
+            part: (hosts * n,), written with the shards of this rank's rail (the ranks that have the same index on their
+                hosts, one rank on each host), in the order of the hosts.
+            full: (size * n,), written with all shards, rail by rail: first the shards of the ranks with index 0 on
+                their hosts, then those of the ranks with index 1, and so on.
             shard: (n,), this rank's shard.
         """
         arrived = self.rail.all_gather(part, shard)
@@ -140,7 +146,7 @@ class TwoLevels:
         part = full.new_empty(full.numel() // self.inside.size)
         reduced = self.inside.reduce_scatter_mean(part, full)
         ticket = _then(self._stream, reduced, lambda: self.rail.reduce_scatter_mean(shard, part))
-        return _After(ticket, lambda part=part: None)  # the lambda keeps `part` alive until `wait`
+        return After(ticket, lambda part=part: None)  # the lambda keeps `part` alive until `wait`
 
     def all_reduce_mean(self, tensor: torch.Tensor) -> Ticket:
         return self._world.all_reduce_mean(tensor)
@@ -156,7 +162,7 @@ class TwoLevels:
     ) -> Ticket:
         # The parts of `sent` and `received` are in the order of the ranks' shards. The communicator of all ranks needs
         # them in rank order.
-        numbers = [self._number[rank] for rank in range(self.size)]  # for each rank, the number of its shard
+        numbers = [self._number[rank] for rank in range(self.size)]  # for each rank, the index of its shard
         parts, places = sent.split([*send_counts]), received.split([*receive_counts])
         ordered, arriving = torch.cat([parts[number] for number in numbers]), torch.empty_like(received)
         counts = [[each[number] for number in numbers] for each in (receive_counts, send_counts)]
@@ -166,7 +172,7 @@ class TwoLevels:
             for number, part in zip(numbers, arriving.split(counts[0])):
                 places[number].copy_(part)
 
-        return _After(ticket, sort)
+        return After(ticket, sort)
 
     def unfinished(self) -> bool:
         return any(each.unfinished() for each in (self.inside, self.rail, self._world))
@@ -176,18 +182,19 @@ class TwoLevels:
 
 
 class HostGather(CollectiveGather):
-    """All-gathers shards first between hosts and then inside each host, and keeps the shards from other hosts.
+    """All-gathers shards first across hosts and then inside each host, and keeps the shards from other hosts.
 
-    This is used with `shard_over="host+world"`. Each rank keeps the shards of the ranks that have its index on their
-    hosts, so that the ranks of a host together keep all shards. After a change of the weights, only the first
-    all-gather sends shards between hosts. The following all-gathers stay inside the host.
+    This is used with `shard_over="host+world"`. The first all-gather of a flat buffer after a change of its weights
+    sends shards across hosts. Each rank keeps the shards of its rail (the ranks that have the same index on their
+    hosts, one rank on each host). Together, the ranks of a host thus keep all shards. Until the weights change again,
+    all-gathers of the buffer stay inside the host.
 
-    A rank detects a change by the version counter of its shard, torch's count of in-place writes. All ranks must change
-    their weights between the same two all-gathers. Otherwise, only some ranks would take part in the all-gather between
-    hosts.
+    Each rank detects a change by itself, by the version counter of its own shard, torch's count of in-place writes. So
+    if one rank changes its shard of a buffer, every rank must change its shard too, before the buffer is all-gathered
+    again. Otherwise, only some ranks would call the all-gather across hosts, and would deadlock.
 
     Args:
-        levels: the communicator of all ranks, which all-gathers in these two steps.
+        levels: the communicator of all ranks, which all-gathers first across hosts and then inside each host.
     """
 
     def __init__(self, levels: TwoLevels) -> None:
@@ -207,11 +214,15 @@ class HostGather(CollectiveGather):
 
 
 class ReplicatedReduction(Reduction):
-    """Averages gradients first inside each host, with the reduction `inside`, and then each shard between the hosts.
+    """Averages gradients over all ranks: first inside each host, with `inside`, and then each shard across hosts.
+
+    This is used with `shard_over="host"` and several hosts. Every host then stores all shards, and `inside` computes
+    only the mean over the ranks of one host. All hosts have the same number of ranks, so the mean of the hosts' means
+    is the mean over all ranks.
 
     Args:
         inside: the reduction that averages over the ranks of this host.
-        rail: the communicator of the ranks that store the same shard, one of each host.
+        rail: the communicator of the ranks that store the same shard, one rank on each host.
         device: this rank's device.
     """
 
@@ -251,21 +262,6 @@ class _ReplicatedReducer:
 
     def discard(self) -> None:
         self._inside.discard()
-
-
-class _After:
-    """A ticket (handle to wait for) of an operation. The first call of `wait` also calls `finish`.
-
-    On a GPU, the work that `finish` queues runs after the operation, because the current stream waits for it.
-    """
-
-    def __init__(self, ticket: Ticket, finish: Callable[[], None]) -> None:
-        self._ticket, self._finish = ticket, finish
-
-    def wait(self) -> None:
-        self._ticket.wait()
-        self._finish()
-        self._finish = lambda: None
 
 
 def _then(stream: WorkStream | Immediate, first: Ticket, second: Callable[[], Ticket]) -> Ticket:

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from functools import cached_property
 
 ALIGNMENT_BYTES = 128
-"""The alignment, in bytes, of every tensor and every shard in a flat buffer. Vector loads, cuBLAS and NCCL need at
-least 16."""
+"""The minimum alignment, in bytes, of every tensor and every shard in a flat buffer. Vector loads, cuBLAS and NCCL
+need at least 16."""
 
 
 @dataclass(frozen=True)
@@ -60,11 +60,12 @@ class Layout:
                 between ranks only at multiples of `grain` from its own start. This keeps related elements together,
                 such as 64 elements with a common scale, or the rows of a matrix. If `grain` is at least as large as the
                 largest tensor, no tensor is divided.
-            spread: (n, times), for a buffer that is all-gathered in 8 bits, with one byte for each position. Only its
-                first n tensors (such as norms and biases) are not rounded: they are sent with `times` bytes per
-                element. To leave room for these bytes, tensor n begins at `times` times the position that it would
-                otherwise have, and all positions before it are in the first shard. n must be less than the number of
-                tensors. The default, (0, 1), leaves no room.
+            spread: (n, itemsize), for a buffer whose all-gather sends one byte for each element of the buffer. The
+                first n tensors, such as norms and biases, are sent unrounded, with `itemsize` bytes per element. The
+                other tensors are rounded to 8 bits. To make room for the bytes of the first n tensors, tensor n begins
+                at `itemsize` times its usual offset: with an `itemsize` of 2, for example, at 2048 instead of 1024.
+                Everything before tensor n is in the first shard. n must be less than the number of tensors. The
+                default, (0, 1), makes no extra room.
         """
         assert world_size >= 1 and grain >= 1, (world_size, grain)
         offsets, end, room = [], 0, 0
@@ -100,16 +101,19 @@ class Layout:
         shard_start = min(max(start - shard_begin, 0), self.shard_numel)
         return Range(start - begin, stop - begin, shard_start, shard_start + stop - start)
 
+    def ranges(self, rank: int) -> list[Range]:
+        """Return the range of each tensor that the shard of `rank` stores, possibly empty."""
+        return [self.range_of(index, rank) for index in range(len(self.numels))]
+
     def cut_ranges(self, rank: int) -> list[tuple[int, int]]:
         """Return the (start, stop) ranges of elements of `rank`'s shard that belong to tensors split between ranks.
 
         In an all-gather, the rank must copy these elements from its shard to its own full buffer, where split tensors
         are read. A tensor that the shard stores completely needs no copy, because it is read in the shard.
         """
-        local_ranges = [(numel, self.range_of(index, rank)) for index, numel in enumerate(self.numels)]
         return [
             (local_range.shard_start, local_range.shard_stop)
-            for numel, local_range in local_ranges
+            for numel, local_range in zip(self.numels, self.ranges(rank))
             if 0 < local_range.length < numel
         ]
 
@@ -129,10 +133,7 @@ class Layout:
         With these sizes, `torch.split_with_sizes` divides a shard into views of the ranges (at odd indices) and of the
         padding.
         """
-        local_ranges = [self.range_of(index, rank) for index in range(len(self.numels))]
-        return _alternating(
-            [(local_range.shard_start, local_range.shard_stop) for local_range in local_ranges], self.shard_numel
-        )
+        return _alternating([(each.shard_start, each.shard_stop) for each in self.ranges(rank)], self.shard_numel)
 
 
 def _alternating(ranges: Sequence[tuple[int, int]], end: int) -> list[int]:

@@ -4,7 +4,7 @@ Each communicator runs its operations on its own stream. With these rules, no ot
 * The caller allocates operands on the compute stream. It issues operations with the compute stream as the current
   stream, or with a stream that has waited for it (such as the stream that packs gradients; see reduce.py).
 * Before each operation, the communicator's stream waits for all work queued so far on the current stream. This includes
-  the kernels that write the operands, and those that used their memory before.
+  the kernels that write the operands, and earlier kernels that used the same memory for other tensors.
 * `Ticket.wait` makes the current stream wait for this operation only. The caller frees operands after `wait`. The
   allocator reuses memory in the order of the compute stream, so it never reuses memory of a pending operation.
 """
@@ -73,8 +73,8 @@ class NcclCommunicator:
 
     Args:
         name: the communicator's name, for messages.
-        rank: this rank's number in the communicator.
-        size: the number of its ranks.
+        rank: this rank's index in the communicator, 0 to size - 1.
+        size: the number of ranks in the communicator.
         unique_id: the communicator's identifier for NCCL. One rank creates it with NCCL and sends it to the others.
         device: this rank's device.
     """
@@ -161,9 +161,9 @@ class NcclCommunicator:
                 call(send.data_ptr(), receive.data_ptr(), *arguments, self._stream.cuda_stream)
             except Exception as error:
                 raise RuntimeError(
-                    f"rank {self.rank}: NCCL's {call.__name__} of {send.numel()} elements of {send.dtype} "
-                    f"(communicator '{self._name}') failed: {error}. Look for the first error in the logs of all "
-                    "ranks. If there is none, run with NCCL_DEBUG=INFO to see the cause."
+                    f"NCCL's {call.__name__} of {send.numel()} elements of {send.dtype} failed on rank {self.rank} of "
+                    f"the communicator '{self._name}', which has {self.size} ranks: {error}. Look for the first error "
+                    "in the logs of all ranks. If there is none, run with NCCL_DEBUG=INFO to see the cause."
                 ) from error
         event = self._last = torch.cuda.Event()
         event.record(self._stream)
@@ -181,7 +181,7 @@ def abort_all(communicators: Sequence[Communicator], seconds: float = _ABORT_SEC
         seconds: the maximum time to wait for the threads.
 
     Returns:
-        Whether all communicators were aborted within `seconds`.
+        Whether all communicators were aborted within `seconds`. Also False if threads cannot be started.
     """
     aborted: list[Communicator] = []
 
@@ -209,7 +209,7 @@ def import_nccl() -> Any:
     """
     major = (torch.version.cuda or "13").split(".")[0]
     try:
-        nccl: Any = importlib.import_module("cupy.cuda.nccl")  # after torch, so that CuPy finds torch's libnccl loaded
+        nccl: Any = importlib.import_module("cupy.cuda.nccl")  # imported after torch, so that CuPy uses torch's libnccl
         nccl.get_version()
     except (ImportError, AttributeError) as error:
         raise RuntimeError(
@@ -220,9 +220,9 @@ def import_nccl() -> Any:
     libraries = _loaded_libraries("libnccl.so")
     if len(libraries) > 1:
         raise RuntimeError(
-            f"Several NCCL libraries are loaded in this process, so that none of them works: "
-            f"{', '.join(sorted(libraries))}. Keep the package nvidia-nccl-cu{major}, uninstall the nvidia-nccl "
-            "packages of other CUDA versions, and unset LD_LIBRARY_PATH."
+            f"Several NCCL libraries are loaded in this process ({', '.join(sorted(libraries))}), but hf_bmtrain needs "
+            f"exactly one. Keep the package nvidia-nccl-cu{major}, uninstall the nvidia-nccl packages of other CUDA "
+            "versions, and unset LD_LIBRARY_PATH."
         )
     return nccl
 

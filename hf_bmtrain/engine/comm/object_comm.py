@@ -1,7 +1,8 @@
-"""Exchange Python objects between ranks over a separate gloo group, and texts through torch's key-value store."""
+"""Exchange Python objects between ranks over a separate gloo group, and strings through torch's key-value store."""
 
 from __future__ import annotations
 
+import pickle
 import zlib
 from datetime import timedelta
 from typing import Any
@@ -11,23 +12,28 @@ import torch.distributed as dist
 
 from ..base.torch_internals import default_store
 from .collective_log import CollectiveLog, code
-from .communicator import PATIENCE, end_group, explained_by, keep_group, wait_for
-
-_LATER = timedelta(seconds=60)  # added to gloo's own timeout, so that this package's error is raised first
+from .communicator import LATER, PATIENCE, end_group, explained_by, keep_group, wait_for
 
 
 class ObjectComm:
-    """Collectives over picklable Python objects, and texts in a key-value store that all ranks can read.
+    """Lets all ranks exchange Python objects by collectives, and strings through a key-value store.
 
-    `gather`, `broadcast_object`, `barrier`, `any` and `smallest` are collective; the other methods are not. With one
-    rank, every method returns at once.
+    `gather`, `broadcast_object`, `barrier`, `any` and `smallest` are collective: every rank must call them, in the same
+    order. They use a gloo group of their own.
+
+    The other methods are not collective. `post`, `read_posts` and `delete_posts` keep lists of strings in the key-value
+    store, and `show` and `look` keep single strings. A rank can call these five methods on its own. `note_decision`
+    sends nothing, but every rank must call it at the same point.
+
+    With one rank, every method returns at once.
 
     Attributes:
         size: the number of ranks.
-        timeout: the number of seconds that a collective waits for the other ranks.
+        timeout: the time that a collective waits for the other ranks, in seconds (a float, not a timedelta).
         collective_log: the log of the collectives, which is compared with other ranks' logs.
-        occasions: {number: text}, the texts that error messages show for numbers in `collective_log`. A text is the
-            purpose of a collective, or a decision that was passed to `note_decision`.
+        occasions: {number: description}, for error messages. The description states the purpose of a collective, or is
+            a decision that was passed to `note_decision`. Entries in `collective_log` contain only the number, a hash
+            of the description.
     """
 
     def __init__(self, size: int, timeout: timedelta) -> None:
@@ -40,7 +46,7 @@ class ObjectComm:
         self.size, self.timeout = size, timeout.total_seconds()
         self.collective_log = CollectiveLog("control")
         self.occasions: dict[int, str] = {}
-        self._group: Any = dist.new_group(backend="gloo", timeout=timeout + _LATER) if size > 1 else None
+        self._group: Any = dist.new_group(backend="gloo", timeout=timeout + LATER) if size > 1 else None
         self._store: Any = default_store() if size > 1 else None
         self._last: Any = None  # the last operation of `any` or `smallest`; while it runs, `close` keeps the group
 
@@ -52,29 +58,32 @@ class ObjectComm:
             occasion: the purpose of the exchange, for messages. It must be the same on every rank.
 
         Raises:
-            RuntimeError: not all ranks called it in time, or a problem was found meanwhile, such as an error of another
-                rank.
+            RuntimeError: a rank's value cannot be pickled (every rank then raises this error), not all ranks called
+                this method in time, or a problem was found meanwhile, such as an error on another rank.
         """
-        values = [value]
-        if self._group is not None:
-            self.barrier(occasion)
-            values = [None] * self.size
-            with explained_by(self.collective_log):
-                dist.all_gather_object(values, value, group=self._group)
-        return values
+        if self._group is None:
+            return [value]
+        mine = _pickled(value)
+        self.barrier(occasion)
+        everyone: list[Any] = [None] * self.size
+        with explained_by(self.collective_log):
+            dist.all_gather_object(everyone, mine, group=self._group)
+        return _unpickled(occasion, everyone)
 
     def broadcast_object(self, value: Any) -> Any:
         """Return the value that rank 0 passes. The values of other ranks are ignored.
 
-        Collective: every rank must call it. Raises RuntimeError if not all ranks call it in time, or if a problem is
-        found meanwhile, such as an error of another rank.
+        Collective: every rank must call it. Raises RuntimeError if the value cannot be pickled (every rank then raises
+        this error), if not all ranks call this method in time, or if a problem is found meanwhile, such as an error on
+        another rank.
         """
-        values = [value]
-        if self._group is not None:
-            self.barrier("a broadcast of rank 0's object")
-            with explained_by(self.collective_log):
-                dist.broadcast_object_list(values, src=0, group=self._group)
-        return values[0]
+        if self._group is None:
+            return value
+        occasion, first = "a broadcast of rank 0's object", [_pickled(value) if dist.get_rank() == 0 else None]
+        self.barrier(occasion)
+        with explained_by(self.collective_log):
+            dist.broadcast_object_list(first, src=0, group=self._group)
+        return _unpickled(occasion, first)[0]
 
     def barrier(self, occasion: str, seconds: float | None = None) -> None:
         """Wait until every rank has called this with the same occasion. Collective: every rank must call it.
@@ -84,7 +93,7 @@ class ObjectComm:
             seconds: the maximum time to wait for the other ranks. None uses the attribute `timeout`.
 
         Raises:
-            RuntimeError: not all ranks called it in time, or a problem was found meanwhile, such as an error of another
+            RuntimeError: not all ranks called it in time, or a problem was found meanwhile, such as an error on another
                 rank. Do not use this object for collectives afterwards, because the barrier is still pending.
         """
         self.any(False, occasion, seconds)
@@ -100,7 +109,7 @@ class ObjectComm:
             seconds: the maximum time to wait for the other ranks. None uses the attribute `timeout`.
 
         Raises:
-            RuntimeError: not all ranks called it in time, or a problem was found meanwhile, such as an error of another
+            RuntimeError: not all ranks called it in time, or a problem was found meanwhile, such as an error on another
                 rank.
         """
         if self._group is None:
@@ -119,7 +128,7 @@ class ObjectComm:
                 ranks compare), from `collective_log.code`.
 
         Raises:
-            RuntimeError: not all ranks called it in time, or a problem was found meanwhile, such as an error of another
+            RuntimeError: not all ranks called it in time, or a problem was found meanwhile, such as an error on another
                 rank.
         """
         return number if self._group is None else self._smallest(number, entry, None)
@@ -139,7 +148,7 @@ class ObjectComm:
         microsecond.
 
         Args:
-            text: a description of the decision, which messages show. There should be few different texts, because each
+            text: a description of the decision, for messages. There should be few different descriptions, because each
                 is kept in memory until the process ends.
 
         Raises:
@@ -150,7 +159,7 @@ class ObjectComm:
             self.collective_log.note(code("decision for", self._number(text)))
 
     def _number(self, text: str) -> int:
-        """Return the number that stands for `text` in the collective log, and store the text for messages.
+        """Return the number that stands for `text` in the collective log, and store `text` for messages.
 
         The collective log is the list of operations that the ranks compare. It contains only numbers.
         """
@@ -161,30 +170,33 @@ class ObjectComm:
     # -- posts, which are not collective ------------------------------------------------------------------------
 
     def post(self, key: str, text: str) -> None:
-        """Append a text to a list in a key-value store, where all ranks can read the list with `read_posts`.
+        """Append a string to a list in a key-value store, where all ranks can read the list with `read_posts`.
 
-        Not collective. So a rank can inform the others of something that concerns only some ranks, such as the
-        parameters that it did not use in a backward. With one rank, nothing is stored.
+        Not collective. Thus a rank can post something that concerns only some ranks, such as the parameters that it did
+        not use in a backward. With one rank, nothing is stored.
 
         Args:
             key: the key of the list. All ranks may append to the same list.
-            text: any text without ";", which separates the texts of the list.
+            text: any string without ";", which separates the strings of the list.
         """
         if self._store is not None:
-            self._store.append(key, f"{text};")
+            # Prefix the string with the rank, because a FileStore ignores a string that equals the stored value.
+            self._store.append(key, f"{dist.get_rank(self._group)}:{text};")
 
     def read_posts(self, key: str) -> list[str]:
-        """Return the texts that ranks, including this one, have appended to the list `key` so far with `post`.
+        """Return the strings that all ranks, including this one, have appended to the list `key` so far with `post`.
 
-        Not collective. Waits until there is at least one text, but not for further texts. With one rank, `post` stores
+        Not collective. If no rank has appended a string yet, this waits for the first one, and torch raises an error if
+        none comes within the timeout of the store. It does not wait for further strings. With one rank, `post` stores
         nothing, and the result is [].
 
         key: the key of the list.
         """
-        return [] if self._store is None else self._store.get(key).decode().split(";")[:-1]
+        posts = [] if self._store is None else self._store.get(key).decode().split(";")[:-1]
+        return [post.partition(":")[2] for post in posts]
 
     def delete_posts(self, key: str) -> None:
-        """Delete the list `key`, to which ranks have appended texts with `post`, from the key-value store.
+        """Delete the list `key` from the key-value store. Ranks have appended strings to the list with `post`.
 
         Not collective. Call this when all ranks have read the list. Several ranks may call it.
 
@@ -194,16 +206,16 @@ class ObjectComm:
             self._store.delete_key(key)
 
     def show(self, key: str, text: str) -> None:
-        """Store `text` under `key`, where every rank can read it with `look`. It replaces any previous text there.
+        """Store `text` under `key`, where every rank can read it with `look`. A string stored there before is replaced.
 
-        Not collective. So a background thread, for example one that writes a checkpoint, can exchange texts with the
-        other ranks while the main thread runs collectives. With one rank, nothing is stored.
+        Not collective. Thus a background thread, for example one that writes a checkpoint, can exchange strings with
+        the other ranks while the main thread runs collectives. With one rank, nothing is stored.
         """
         if self._store is not None:
             self._store.set(key, text)
 
     def look(self, key: str) -> str | None:
-        """Return the text that any rank has set for `key` with `show`, or None if there is none. Does not wait."""
+        """Return the string that a rank has stored under `key` with `show`, or None if there is none. Does not wait."""
         if self._store is None or not self._store.check([key]):
             return None
         return self._store.get(key).decode()
@@ -222,3 +234,29 @@ class ObjectComm:
         elif self._group is not None:
             end_group(self._group)
         self._group = None
+
+
+def _pickled(value: Any) -> tuple[bytes, str | None]:
+    """Return the pickled value and None, or b"" and a description of the error if it cannot be pickled.
+
+    The caller sends the description to the other ranks, which would otherwise wait for the value.
+    """
+    try:
+        return pickle.dumps(value), None
+    except Exception as error:
+        return b"", f"{type(error).__name__}: {error}"
+
+
+def _unpickled(occasion: str, pickled: list[Any]) -> list[Any]:
+    """Return the values that ranks have pickled with `_pickled`. Raises RuntimeError if one could not be pickled.
+
+    occasion: the purpose of the exchange, for the message.
+    pickled: the results of `_pickled`, in rank order, beginning with rank 0.
+    """
+    problems = [f"rank {rank}: {text}" for rank, (_, text) in enumerate(pickled) if text is not None]
+    if problems:
+        raise RuntimeError(
+            f"{occasion} failed, because an object cannot be pickled. {'; '.join(problems)}. Pass tensors, numbers, "
+            "strings, lists and dicts."
+        )
+    return [pickle.loads(data) for data, _ in pickled]

@@ -48,16 +48,22 @@ class _Shared:
 class PeerGather(Gather):
     """All-gathers shards by copying them from the memory of the other ranks. Small shards are gathered by collectives.
 
-    A gather by copies is not collective: between two changes of the weights, ranks may gather different shards, and
-    different numbers of times. Ranks wait for each other only at changes of the weights:
+    A gather by copies is not collective: between two changes of the weights, ranks may gather different shards, and may
+    gather them different numbers of times. Ranks wait for each other only when weights change:
 
-    * The first gather of a changed shard waits until every rank has written its new values, which is collective. So
-      after each change, every rank must gather one of the changed shards or call `publish`.
-    * An asynchronous update by an optimizer is registered with `announce` instead. Later gathers of the updated shard
-      wait until every rank has updated it.
-    * Weights that were gathered may be written again after `wait_for_readers`, which waits for the copies of all ranks.
-      Every backward ends with this call. If such weights are written without it, the next `gather`, `publish` or
-      `announce` raises RuntimeError.
+    * After a change, every rank must call `publish` or gather a changed shard (any of them), which calls `publish`.
+      `publish` is collective: it waits until every rank has written all of its changed shards. Later gathers need no
+      such wait until the next change.
+    * After an optimizer has started an asynchronous update of a shard, `announce` is called instead of `publish`. It is
+      collective too. Later gathers of the same flat buffer, but not of others, wait until every rank has updated its
+      shard.
+    * Before a shard that was gathered is written again, every rank must call `wait_for_readers`. It is collective: it
+      waits until all ranks have finished copying. Every backward ends with this call. A shard may be written before
+      this call only by an optimizer that updates weights inside the backward (`update_in_backward`). Such an update
+      begins after the shard's gradient was averaged over the ranks. A rank takes part in the averaging only after its
+      last copy of the shard in this backward, so no rank copies the shard while it is written.
+    * If a shard was gathered and then changed, and `wait_for_readers` was not called since the gather, the next
+      `publish` raises RuntimeError, also inside a gather. So does `announce` of this shard.
 
     Args:
         communicator: the communicator whose all-reduces synchronize the copies with writes to the weights.
@@ -66,24 +72,26 @@ class PeerGather(Gather):
         exchange: a collective function that returns the Python objects that all ranks pass, in rank order.
         smallest: the minimum size in bytes of a shard that is gathered with peer copies.
         device: this rank's device.
-        open_meetings: a collective function that opens a separate communicator, with which the ranks announce
-            asynchronous updates of weights. It is called before the first such update.
+        open_meetings: a collective function that opens a separate communicator, on which the ranks wait for each
+            other's asynchronous updates. It is called once, by the first `announce` of a shard that is gathered by
+            copies.
         members: for each rank of `communicator`, its index in the result of `exchange`. None if the index equals the
-            rank.
+            rank. For example [4, 5, 6, 7] on the second of two hosts with 4 ranks each, if `communicator` connects only
+            the ranks of this host, but `exchange` connects all ranks.
     """
 
     # [Note: meetings of gathers]
     # Ranks wait for each other by meetings. A meeting is an all-reduce of one element: it completes on no rank before
     # the streams of all ranks have reached it. Copies run on separate streams, which first wait for the current stream.
-    # * A rank enters the meeting of `_publish` after its own writes, and its later copies wait for the meeting, so they
+    # * A rank enters the meeting of `publish` after its own writes, and its later copies wait for the meeting, so they
     #   read the new values.
     # * Asynchronous updates are not published in this way, because the first gather would then wait for the last
     #   update. Instead, `announce` starts a separate meeting for each shard, on another communicator and stream, which
     #   waits only for the update of that shard. All ranks announce the same shards in the same order. Updates do not
     #   wait for gathers, so the meeting completes even if a rank gathers nothing.
     # * If weights are written although they were gathered since the last `wait_for_readers`, a slower rank may have
-    #   read them while they were being written. If no `wait_for_readers` follows before the next gather, that gather
-    #   raises RuntimeError.
+    #   read them while they were being written. If no `wait_for_readers` follows before the next gather of a changed
+    #   shard, that gather raises RuntimeError.
     # * Such a write is safe in one case: an update inside a backward (`update_in_backward`). By then the shard's
     #   gradient has been reduced, and every rank contributed to it only after its last gather of the shard in this
     #   backward. The update is not announced. The `wait_for_readers` at the end of the backward comes before the next
@@ -162,11 +170,12 @@ class PeerGather(Gather):
             shared.meeting.wait()
             shared.meeting = None
         if shard._version != shared.published:
-            self._publish()
+            self.publish()
         shared.read = True
         parts = full.detach().data.view(self._size, -1)
-        # Each rank starts with the next rank, so that not all ranks copy from the same rank at once. It copies from one
-        # rank after another: on 4 H200s, copies from three GPUs at once reach only 337 GB/s instead of 380.
+        # Each rank starts with the next rank, so that not all ranks copy from the same rank at once. Each rank copies
+        # from one rank after another, because on 4 H200s, copies from three GPUs at once reach only 337 GB/s instead of
+        # 380.
         order = [(self._rank + distance) % self._size for distance in range(1, self._size)]
         pulled = [(parts[rank], shared.sources[rank]) for rank in order]
         here, mine = parts[self._rank], shard.detach()
@@ -176,13 +185,6 @@ class PeerGather(Gather):
         return not hasattr(shard, "shared")
 
     def publish(self) -> None:
-        self._publish()
-
-    def _publish(self) -> None:
-        """Make later gathers wait until every rank has completed its writes to shards.
-
-        Collective: every rank must call it. The gathers then read the new values.
-        """
         living = [(shared, shard) for shared in self._shared.values() if (shard := shared.shard()) is not None]
         changed = [(shared, shard) for shared, shard in living if shard._version != shared.published]
         self._check_unread([shared for shared, _ in changed])
@@ -195,16 +197,16 @@ class PeerGather(Gather):
     def _check_unread(self, changed: list[_Shared]) -> None:
         if any(shared.read and shared.published >= 0 for shared in changed):
             raise RuntimeError(
-                f"rank {self._rank}: weights were changed after a forward that was not followed by a backward. A "
-                "slower rank may still have been in its forward, and have computed with half written weights. Call "
-                "hf_bmtrain.synchronize() between the forward and the change, or use "
+                f"rank {self._members[self._rank]}: weights were changed after a forward that was not followed by a "
+                "backward. A slower rank may still have been in its forward, and have computed with partly written "
+                "weights. Call hf_bmtrain.synchronize() between the forward and the change, or use "
                 "init_distributed(gather='collective')."
             )
 
     def announce(self, shard: torch.Tensor, update: Ticket) -> None:
         shared: _Shared | None = getattr(shard, "shared", None)
         if shared is None:
-            return  # gathers of this shard are collective: each rank takes part only after its own update
+            return  # gathers of this shard are collective: each rank calls them only after its own update
         self._check_unread([shared])
         meetings = self._meetings()
 

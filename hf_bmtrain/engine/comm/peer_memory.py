@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 import torch
 
-from .communicator import DONE, Ticket
+from .streams import DONE, Ticket
 
 
 class PeerMemory(Protocol):
@@ -91,7 +91,8 @@ class PeerMemory(Protocol):
         Args:
             pairs: sequences of (target, source) pairs. The pairs of one sequence are copied one after another, and the
                 sequences in parallel. A target or source is a contiguous tensor (n,) of this process, or memory from
-                `map` or `part`. Both have the same size in bytes, and at least one of them must be a tensor.
+                `map` or `part`. The target and the source of a pair must have the same size in bytes, and at least one
+                of them must be a tensor.
         """
         ...
 
@@ -114,8 +115,18 @@ class HostMemory:
         nbytes = numel * dtype.itemsize
         folder = "/dev/shm" if os.path.isdir("/dev/shm") else None  # None: the default folder for temporary files
         descriptor, path = tempfile.mkstemp(prefix="hf_bmtrain_", dir=folder)
-        os.truncate(descriptor, nbytes)
-        os.close(descriptor)
+        try:
+            # Reserve the space now. Otherwise, a write to the mapped memory would end the process by SIGBUS.
+            os.posix_fallocate(descriptor, 0, nbytes)
+        except OSError as error:
+            os.unlink(path)
+            raise RuntimeError(
+                f"{nbytes} bytes of shared memory could not be reserved in {os.path.dirname(path)}: {error}. Make "
+                "this folder's file system larger (with Docker: --shm-size=16g, or --ipc=host), or use "
+                "init_distributed(gather='collective')."
+            ) from error
+        finally:
+            os.close(descriptor)
         shard = self.map(path, nbytes).view(dtype)
         return shard, path, weakref.ref(shard)
 
@@ -169,10 +180,13 @@ class _EventsTicket:
 
 
 class CudaMemory:
-    """Memory from cudaMalloc, shared through CUDA IPC and copied by the GPU's copy engines.
+    """The `PeerMemory` of processes that train on GPUs: GPU memory that the processes of one host share by CUDA IPC.
 
-    Memory of torch's allocator is not used, because an IPC handle would share a whole segment of the allocator, which
-    also contains other tensors.
+    IPC is CUDA's way to make memory of one process accessible in another. The GPU's copy engines make the copies.
+
+    The memory is allocated with cudaMalloc, not with torch's allocator. IPC can share only a whole cudaMalloc block,
+    and torch's allocator puts several tensors into one block, so IPC would also share tensors that other processes
+    do not need.
 
     Args:
         device: the GPU of this process.

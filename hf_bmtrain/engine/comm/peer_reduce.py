@@ -28,7 +28,7 @@ class Mailbox:
 
     Attributes:
         memory: (nbytes,) uint8.
-        number: the index of this mailbox. All ranks use their mailboxes with the same index for a reduction.
+        number: the index of this mailbox. In each reduction, all ranks use their mailboxes with the same index.
         free: a ticket (handle to wait for) that completes when all ranks have finished reading their mailboxes with
             this index. The next copies into these mailboxes wait for it.
     """
@@ -47,7 +47,7 @@ class Mailboxes:
     Args:
         memory: allocates and maps the mailboxes.
         exchange: a collective function that returns the Python objects that all ranks pass, in rank order.
-        rank: this rank's number.
+        rank: this rank's index in the result of `exchange`.
     """
 
     def __init__(self, memory: PeerMemory, exchange: Callable[[Any], list[Any]], rank: int) -> None:
@@ -91,18 +91,21 @@ class Mailboxes:
     def take(self) -> Mailbox:
         """Return this rank's mailbox for the next reduction. Call it once for each reduction, on all ranks.
 
-        A mailbox is memory into which the other ranks copy gradients. A rank's mailboxes are used in turn. So if all
-        ranks do the same reductions, they use mailboxes of the same index for each. The call does not communicate.
+        A mailbox is memory into which the other ranks copy gradients. Each rank has two, and this method returns them
+        alternately. In one reduction, all ranks must use mailboxes with the same index: a rank that uses its mailbox 1
+        copies gradients to mailbox 1 of each other rank (see `part`). The indices agree if all ranks have called `take`
+        equally often. The call does not communicate.
         """
         self._taken += 1
         return self.boxes[self._taken % MAILBOXES]
 
     def before(self, box: Mailbox) -> Mailbox:
-        """Return this rank's mailbox for the reduction just before the one that uses `box`.
+        """Return the mailbox that this rank used in the reduction just before the one that uses `box`.
 
-        A mailbox is memory into which the other ranks copy gradients. When all ranks have made their copies for the
-        later reduction, they have finished reading their mailboxes of the earlier one, so these may be filled again.
-        `PeerReduction.carry` calls this method to record that event in the returned mailbox.
+        A mailbox is memory into which the other ranks copy gradients. `PeerReduction.carry` sets `free` of the returned
+        mailbox to an event at the end of the later reduction's all-reduce. Each rank enters this all-reduce only after
+        it has finished reading its mailbox of the earlier reduction. So when the event completes, the mailboxes of the
+        earlier reduction may be filled again.
 
         box: this rank's mailbox for the later reduction.
         """
@@ -126,10 +129,11 @@ class Mailboxes:
 class PeerReduction(Reduction):
     """Averages the gradients of blocks with peer copies: each rank writes directly to the memory of the other ranks.
 
-    Each rank copies the gradient elements of every other rank's shard, directly from autograd's tensors, into a mailbox
-    of that rank: memory with a row for each other rank, laid out like the shard. Then each rank averages the rows of
-    its mailbox and its own values. Small shards and unsupported dtypes are reduced by collectives. All ranks must
-    reduce the same flat buffers in the same order. The host waits only when mailboxes are allocated or freed.
+    Each rank has a mailbox: memory with one row for each other rank, laid out like this rank's shard. The other ranks
+    copy their gradients of this shard from autograd's tensors directly into their rows of the mailbox. Then this rank
+    averages the rows and its own gradient of the shard. Small shards and unsupported dtypes are reduced by collectives.
+    All ranks must reduce the same flat buffers in the same order. The host waits only when mailboxes are allocated or
+    freed.
 
     Args:
         collective: the reduction for small shards and unsupported dtypes. Its communicator is also used to wait until
@@ -145,8 +149,8 @@ class PeerReduction(Reduction):
     # it. A mailbox is memory of a rank into which the other ranks copy their gradients. Each rank has S >= 2 of them,
     # and reduction k uses mailbox k mod S. Two streams put the work in order:
     # * `_pushing` starts the copies of reduction k. It first waits for the work that was queued on the current stream
-    #   when `send` was called, which computes the gradients. It also waits for meeting k-S+1, after which no rank reads
-    #   the mailboxes k mod S any longer.
+    #   when `send` was called, which includes the computation of the gradients. It also waits for meeting k-S+1, after
+    #   which no rank reads the mailboxes k mod S any longer.
     # * `_adding` waits until these copies are complete, enters meeting k, and then sums the values.
     # No other synchronization is needed, for these reasons:
     # * All values have arrived before they are summed, because each rank enters meeting k after its own copies of
@@ -227,9 +231,10 @@ class _PeerReducer(CollectingReducer):
     """Averages the gradients of one flat buffer, which the ranks copy into each other's mailboxes (see `Mailbox`).
 
     Attributes:
-        _local_ranges: [(rank, ranges), …] of the other ranks, in the order of copying. `ranges` lists (index of a
-            tensor, the range of the tensor that the rank stores), without empty ranges.
-        _own: the list `ranges` of this rank itself.
+        _local_ranges: [(rank, ranges), …] for the other ranks, in the order in which gradients are copied to them.
+            `ranges` is [(index, range), …]: for each tensor, its index and the range of it that the rank stores.
+            Empty ranges are left out.
+        _own: the same list `ranges` for this rank itself.
     """
 
     def __init__(self, peers: PeerReduction, layout: Layout, dtype: torch.dtype, poison: bool) -> None:
@@ -243,8 +248,7 @@ class _PeerReducer(CollectingReducer):
         self._sizes = layout.shard_sizes(self._rank)
 
     def _ranges_of(self, rank: int) -> list[tuple[int, Range]]:
-        local_ranges = [(index, self._layout.range_of(index, rank)) for index in range(len(self._layout.numels))]
-        return [(index, local_range) for index, local_range in local_ranges if local_range.length]
+        return [(index, each) for index, each in enumerate(self._layout.ranges(rank)) if each.length]
 
     def send(
         self, gradients: Sequence[torch.Tensor | None], shard: torch.Tensor, total: torch.Tensor | None
@@ -287,10 +291,10 @@ class _PeerReducer(CollectingReducer):
         return self._peers.boxes.part(box, other, start, start + local_range.length * itemsize)
 
     def _add(self, rows: torch.Tensor, sources, shard: torch.Tensor, total: torch.Tensor | None, squares) -> None:
-        """Average the gradients of all ranks, and write this rank's part of the mean to `shard`.
+        """Average the gradients of this rank's shard over all ranks, and write the mean to `shard`.
 
-        If `total` is not None, the mean is added to it in place, and `shard` gets this sum instead of the mean. The
-        padding of both is zeroed.
+        If `total` is not None, the mean is added to `total` in place, and the sum is written to `shard` instead of the
+        mean. The padding of both tensors is zeroed.
 
         rows: (ranks - 1, n), the other ranks' gradients of this rank's shard, which they have copied here.
         sources: this rank's own gradients, each the full tensor, flat.

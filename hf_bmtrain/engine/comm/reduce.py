@@ -25,7 +25,7 @@ from ..base.torch_internals import foreach_copy_, foreach_zero_
 from .communicator import Communicator
 from .layout import Layout
 from .resizable import ResizableStorage
-from .streams import DONE, Ticket, work_stream
+from .streams import DONE, After, Ticket, work_stream
 
 
 @dataclass(eq=False)
@@ -37,10 +37,11 @@ class PendingReduce:
         gradients: the gradients that are being reduced, referenced until `wait` so that they are not freed.
         memory: the flat tensor into which the gradients are copied, whose memory `wait` frees. None if they are not
             copied.
-        added: three tensors (n,), for `wait`, if gradients are accumulated over several backwards: this rank's part of
-            the gradient of this backward, averaged over the ranks; the running sum of such means; and the shard of the
-            flat gradient. `wait` adds the first to the second, and copies the sum to the third. None if nothing is
-            accumulated, or if the reduction itself adds the mean to the sum.
+        added: (mean, total, shard), three tensors (n,) for gradient accumulation. `mean` is this rank's part of the
+            gradient of this backward, averaged over the ranks. `total` is the running sum over several backwards.
+            `shard` is this rank's shard of the flat gradient, and may be the same tensor as `total`. `wait` adds `mean`
+            to `total`, and copies `total` to `shard`. None if there is no running sum, or if the reduction itself adds
+            the mean to it.
         squares: (k,) float64, for gradient norms, where k is the number of tensors in the flat buffer. For each tensor,
             the sum of squares of the elements that the reduction writes to this rank's shard. Read it after `wait`.
             None if the reduction does not compute it.
@@ -95,11 +96,14 @@ class Reducer(Protocol):
 
         Args:
             index: the index of the tensor in the layout.
-            gradient: the gradient, in the tensor's full shape. The reducer may keep a reference and write to it.
-            destination: a function that returns (shard, total), the arguments that `send` will get: the tensor for this
-                rank's part of the mean, and the running sum of gradient accumulation or None. Only a reducer that
-                copies the gradient in `collect` calls it. Without a running sum, the reducer can copy the gradient to
-                `shard`. With one, it must copy to other memory, because `shard` contains earlier gradients.
+            gradient: the gradient, in the tensor's full shape. The reducer may keep a reference until
+                `PendingReduce.wait`, but does not write to it.
+            destination: a function without arguments that returns the tensors (shard, total) that the next `send` will
+                get. Its first call in a backward allocates them. Only the reducer of a single rank, whose shard has
+                room for full gradients, calls it: it copies the gradient at once, so that the gradient's memory can be
+                freed early. If `total` is None, nothing is accumulated over several backwards, and the gradient may be
+                copied to `shard`. Otherwise it must be copied to other memory, because `shard` contains the gradients
+                of earlier backwards.
         """
 
     def send(
@@ -165,8 +169,8 @@ class Reduction(Protocol):
 class Packing:
     """Copies gradients to their places in a flat tensor, so that one collective can average all of them.
 
-    In each backward, call `add` for gradients that are ready early, and then `complete` once, with all others. It also
-    sets the padding and the places of missing gradients to zero.
+    In each backward, call `add` for gradients that are ready early, and then `complete` once, with all others.
+    `complete` also sets the padding and the places of missing gradients to zero.
 
     Args:
         flat: (layout.numel,), the flat tensor, which is overwritten.
@@ -186,7 +190,7 @@ class Packing:
         self._packed: set[int] = set()
 
     def add(self, index: int, gradient: torch.Tensor) -> None:
-        """Copy the gradient of tensor `index` to its place in the flat tensor. A second gradient is added there.
+        """Copy the gradient of tensor `index` to its place in the flat tensor, or add it to a gradient already there.
 
         Called for gradients that are ready before `complete` is called, so that their memory can be freed early.
         """
@@ -200,7 +204,7 @@ class Packing:
         """Copy `gradients` to their places in the flat tensor, set the padding to zero, and return the flat tensor.
 
         gradients: for each tensor, a gradient or None. A gradient is added to those that `add` has copied for the same
-            tensor, if any. For None, the place keeps what `add` has copied, or becomes zero if that is nothing.
+            tensor, if any. For None, the place keeps what `add` has copied, if anything; otherwise it is set to zero.
         """
         views, sources, missing = self._views, [gradient for gradient in gradients if gradient is not None], []
         if self._packed or len(sources) < len(views):
@@ -220,20 +224,27 @@ class Packing:
 
 
 class CollectingReducer:
-    """A base class of reducers, the objects that average the gradients of one flat buffer over the ranks.
+    """A base class of reducers that keep gradients until `send`, without copying them.
 
-    `collect` keeps a reference to a gradient that is ready early, and does not copy it. A second gradient of the same
-    tensor is added to the first in place.
+    A reducer is an object that averages the gradients of one flat buffer over the ranks. `collect`, called for a
+    gradient that is ready early, keeps a reference to it. If there is a second gradient of the same tensor, their sum
+    is kept, in new memory. A subclass implements `send`, which calls `with_collected` to add the kept gradients to
+    those that it gets.
     """
 
     def __init__(self) -> None:
         self._collected: dict[int, torch.Tensor] = {}
+        self._summed: set[int] = set()  # the indices whose kept tensor is a sum
 
     def collect(self, index: int, gradient: torch.Tensor, destination: Destination) -> None:
-        if index in self._collected:
-            self._collected[index].add_(gradient)
-        else:
+        kept = self._collected.get(index)
+        if kept is None:
             self._collected[index] = gradient
+        elif index in self._summed:
+            kept.add_(gradient)  # this object has allocated it
+        else:  # not in place: autograd may pass the same memory to other tensors, or may have expanded a smaller tensor
+            self._collected[index] = kept + gradient
+            self._summed.add(index)
 
     def with_collected(self, gradients: Sequence[torch.Tensor | None]) -> Sequence[torch.Tensor | None]:
         """Return `gradients` together with those that `collect` has accepted since the last `send`.
@@ -249,13 +260,15 @@ class CollectingReducer:
             return gradients
         complete = list(gradients)
         for index, gradient in self._collected.items():
-            other = complete[index]  # not None if code outside the block has also read the parameter
+            other = complete[index]  # a second gradient, if code outside the block has also read the parameter
             complete[index] = gradient if other is None else other + gradient
         self._collected.clear()
+        self._summed.clear()
         return complete
 
     def discard(self) -> None:
         self._collected.clear()
+        self._summed.clear()
 
 
 class CollectiveReduction(Reduction):
@@ -266,9 +279,10 @@ class CollectiveReduction(Reduction):
     Args:
         communicator: the communicator of the ranks over which gradients are averaged.
         device: this rank's device.
-        summed: a factor by which the mean over all ranks is multiplied. If groups of ranks compute one loss together
-            (tensor parallelism), pass the size of a group: gradients are then summed in each group, and averaged over
-            the groups. The factor is applied to the mean, because sums could overflow in half precision.
+        summed: a factor by which the mean over all ranks is multiplied. By default (1), the result is the plain mean.
+            If groups of ranks compute one loss together (tensor parallelism), pass the number of ranks in a group.
+            Gradients are then summed in each group, and averaged over the groups. The mean is computed first and then
+            multiplied, because plain sums could overflow in half precision.
     """
 
     def __init__(self, communicator: Communicator, device: torch.device, summed: int = 1) -> None:
@@ -316,15 +330,17 @@ class _CollectiveReducer(CollectingReducer):
         stream = self._owner.stream
         stream.follow()
         stream.run(reduce)
-        # The communicator of a single rank (inside a host with one rank) returns the ticket DONE, nothing to wait for,
-        # although its copy is only queued on `stream`. Replace it, so that a later mean over hosts waits for the copy.
+        # The communicator of a single rank (inside a host with one rank) returns the ticket DONE, whose `wait` does
+        # nothing, although the copy is only queued on `stream`. Replace this ticket, so that a later mean over hosts
+        # waits for the copy.
         arrived = stream.record_event() if tickets[0] is DONE else tickets[0]
-        if self._owner.summed != 1:
-            arrived = _Multiplied(arrived, arriving, self._owner.summed)
+        factor = self._owner.summed
+        if factor != 1:
+            arrived = After(arrived, lambda: arriving.mul_(factor))
         return PendingReduce(arrived, gradients, memory, None if total is None else (arriving, total, shard))
 
     def _fills(self, gradients: Sequence[torch.Tensor | None]) -> bool:
-        """Return whether there is only one gradient, and it fills the flat buffer, contiguously and in its dtype.
+        """Return whether there is only one gradient, contiguous, of the size and dtype of the flat buffer.
 
         Such a gradient is reduced directly, without being copied into a flat tensor first.
 
@@ -335,20 +351,6 @@ class _CollectiveReducer(CollectingReducer):
             return False
         plain = first.layout == torch.strided and not first.is_conj() and not first.is_neg()
         return plain and first.dtype == self._like.dtype and first.is_contiguous()
-
-
-class _Multiplied:
-    """A ticket (handle to wait for) of an operation whose result must still be multiplied by `factor`.
-
-    `wait` makes the current stream wait for the operation, and then multiply the result in place.
-    """
-
-    def __init__(self, ticket: Ticket, result: torch.Tensor, factor: int) -> None:
-        self._ticket, self._result, self._factor = ticket, result, factor
-
-    def wait(self) -> None:
-        self._ticket.wait()
-        self._result.mul_(self._factor)
 
 
 class LocalReduction(Reduction):

@@ -20,10 +20,11 @@ class ResizableStorage:
         poison: whether to fill the memory with NaN before it is freed and when it is allocated again, for debugging.
 
     Attributes:
-        tensor: (numel,), the tensor over the whole memory.
+        tensor: (numel,), the flat tensor.
         allocated: whether the memory is allocated.
-        keeps_address: if True, `free` only ends the use of the memory, and `allocate` returns the same memory again.
-            CUDA graphs need this, because they read weights at the addresses that they were recorded with.
+        keeps_address: if True, `free` keeps the memory and only marks it as not allocated, and `allocate` returns the
+            same memory again. CUDA graphs need this, because they read weights at the addresses that they were recorded
+            with.
     """
 
     keeps_address = False
@@ -51,14 +52,20 @@ class ResizableStorage:
     def keep_address(self) -> None:
         """Make `free` keep the memory from now on, so that its address does not change. (Sets `keeps_address`.)
 
-        Memory that has been freed is allocated again at once, so that measurements of memory include it.
+        CUDA graphs need this, because they read weights at the addresses that they were recorded with. If the memory is
+        free when this method is called, it is allocated during the call, so that measurements of memory include it from
+        then on. The attribute `allocated` stays False in this case.
         """
         self.keeps_address = True
         if not self.allocated:
             self._storage.resize_(self._nbytes)
 
     def free(self) -> None:
-        """Free the memory. Later work on the current stream may reuse it. Do not read views until `allocate`."""
+        """Free the memory. If `keeps_address` is True, keep it, and only mark it as not allocated.
+
+        Freed memory may be reused by later work on the current stream. Call `allocate` before you read `tensor` or a
+        view of it again.
+        """
         if self.allocated and self._nbytes:
             if self._poison is not None:
                 self.tensor.fill_(self._poison)
@@ -81,11 +88,12 @@ class ResizableStorage:
 
 
 def shares_storage(tensor: torch.Tensor, *others: torch.Tensor) -> bool:
-    """Return whether `tensor` has the same storage as one of `others`, as a view has.
+    """Return whether `tensor` has the same storage as one of `others`, as a view and its base have.
 
-    Called, for example, for the outputs of a block: views of full parameters become invalid when these are freed.
+    Called, for example, for the outputs of a block: an output that is a view of a full parameter becomes invalid when
+    the parameter's memory is freed.
 
-    tensor: the tensor to check. Of a sparse tensor, the storage of its values is compared.
+    tensor: the tensor to check. A sparse tensor has no storage of its own, so the storage of its values is compared.
     others: dense tensors.
     """
     try:

@@ -9,18 +9,24 @@ import torch
 
 
 class Ticket(Protocol):
-    """A handle of an asynchronous operation. Call `wait` before you use the operation's result, and only once.
+    """A handle of an asynchronous operation. Call `wait` once, before you use the operation's result.
 
     `wait` itself may do the last part of the operation, such as a division, which must not be repeated. Only the `wait`
     of an `Event` may be called several times, for example to make several CUDA streams wait.
     """
 
     def wait(self) -> None:
-        """Make the current CUDA stream wait for the operation. If the operation is not on a GPU, block the host."""
+        """Make the current CUDA stream wait for the operation.
+
+        If the operation does not run on a GPU, block the host until it ends.
+        """
 
 
 class Event(Ticket, Protocol):
-    """A point in a queue of work, like a CUDA event. `wait` makes the current stream wait for all work before it."""
+    """A point in a queue of work, like a CUDA event.
+
+    `wait` makes the current stream wait for all work that was queued before this point.
+    """
 
     def synchronize(self) -> None:
         """Block the host until all work that was queued before this event is complete."""
@@ -38,6 +44,26 @@ DONE: Event = _Done()
 """The ticket (handle to wait for) of an operation that is already complete."""
 
 
+class After(Ticket):
+    """The ticket of an operation whose last part runs on the caller's stream: `wait` calls `finish` for this part.
+
+    On a GPU, `wait` first makes the current stream wait for the rest of the operation. The work that `finish` queues on
+    this stream therefore runs last.
+
+    Args:
+        ticket: the ticket of the operation without its last part.
+        finish: a function that does the last part. It is kept until `wait`, with the tensors to which it refers.
+    """
+
+    def __init__(self, ticket: Ticket, finish: Callable[[], object]) -> None:
+        self._ticket, self._finish = ticket, finish
+
+    def wait(self) -> None:
+        self._ticket.wait()
+        self._finish()
+        self._finish = lambda: None
+
+
 class WorkStream:
     """A queue of GPU work: a CUDA stream of its own, whose work runs concurrently with that of other streams.
 
@@ -49,7 +75,7 @@ class WorkStream:
             With -1, the GPU starts this queue's work first if work on both streams is ready.
     """
 
-    def __init__(self, device: torch.device, priority: int = 0) -> None:
+    def __init__(self, device: torch.device, priority: int) -> None:
         self._device, self._stream = device, torch.cuda.Stream(device, priority=priority)
 
     def run(self, function: Callable[[], object]) -> None:
@@ -72,7 +98,7 @@ class WorkStream:
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
 
     def record_event(self) -> Event:
-        """Return an event that is reached when all work queued so far is complete."""
+        """Return an event that completes when all work that has been put into this queue so far is complete."""
         event = torch.cuda.Event()
         event.record(self._stream)
         return event
@@ -118,8 +144,8 @@ def has_own_memory(device: torch.device) -> bool:
 def work_stream(device: torch.device, priority: int = 0) -> WorkStream | Immediate:
     """Return a new queue for work on `device`.
 
-    On a CUDA device, the work runs on a separate stream, concurrently with the computation. On another device, it runs
-    at once.
+    On a CUDA device, the work runs on a separate stream, concurrently with the computation. On any other device, it
+    runs at once.
 
     Args:
         device: the device on which the work runs.

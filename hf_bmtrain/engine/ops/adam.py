@@ -31,16 +31,18 @@ def variant(
     master: torch.dtype = torch.float32,
     coupled: bool = False,
 ) -> Variant:
-    """Return the CUDA source of AdamW with the macros for a combination of dtypes.
+    """Return the Variant of the AdamW kernels for a combination of dtypes, to pass to `kernel`, which compiles it.
+
+    A Variant is a CUDA source file and the macros with which it is compiled.
 
     Args:
         grad: the dtype of the gradients.
         exp_avg: the dtype of the first moment, float32 or bfloat16.
         weight: the dtype of 16-bit weights, or None if the float32 masters are the weights themselves.
         master: the dtype of the stored masters: float32, or int16 for residuals (their differences from the weights).
-        coupled: whether the kernel adds l2 (the factor of L2 regularization) times the weight to the gradient. False
-            omits this term at compile time, so that it cannot affect how the compiler fuses other operations, and
-            thereby their rounding.
+        coupled: whether the kernel adds the term l2 (the factor of L2 regularization) times the weight to the gradient.
+            If False, the kernel is compiled without this term, because even a term that is always zero could change how
+            the compiler fuses other operations, and thereby their rounding.
 
     Raises:
         ValueError: the combination is not supported.
@@ -52,7 +54,10 @@ def variant(
 def macros(
     grad: torch.dtype, weight: torch.dtype | None, master: torch.dtype, coupled: bool
 ) -> tuple[tuple[str, str], ...]:
-    """Return the macros of the CUDA source for a combination of dtypes, as (name, value) pairs sorted by name.
+    """Return the macros with which all AdamW kernels are compiled for a combination of dtypes.
+
+    The kernel of eight_bits.py, which stores the moments in 8 bits, needs only these macros. For the kernels of this
+    file, `variant` adds the dtype of the first moment. The result is a tuple of (name, value) pairs, sorted by name.
 
     Args:
         grad: the dtype of the gradients.
@@ -80,41 +85,11 @@ def macros(
     )
 
 
-def combinations() -> list[tuple[torch.dtype, torch.dtype | None, torch.dtype]]:
-    """Return the combinations of dtypes for which there are AdamW kernels, as tuples (gradient, weight, master).
-
-    The functions `variants` in this file and in eight_bits.py call it, to list all variants of their CUDA sources.
-
-    The weight is None if the float32 masters are the weights themselves. A master of int16 stands for residuals: the
-    differences between float32 masters and bfloat16 weights.
-    """
-    kinds: list[tuple[torch.dtype, torch.dtype | None, torch.dtype]] = [(grad, None, torch.float32) for grad in C_NAMES]
-    kinds += [(g, weight, torch.float32) for weight in (torch.float16, torch.bfloat16) for g in (weight, torch.float32)]
-    return kinds + [(grad, torch.bfloat16, torch.int16) for grad in (torch.bfloat16, torch.float32)]
-
-
-def variants(arch: int) -> list[Variant]:
-    """Return all variants of this module's CUDA source, that is, all combinations of its macros.
-
-    Tests use it to compile every variant. Training compiles only those that it launches.
-
-    Args:
-        arch: the GPU's compute capability (90 is 9.0). It has no effect, because the variants are the same for all
-            GPUs. The functions `variants` of some other modules need it.
-    """
-    moments = (torch.float32, torch.bfloat16)
-    return [
-        variant(grad, exp_avg, weight, master, coupled)
-        for grad, weight, master in combinations()
-        for exp_avg in moments
-        for coupled in (False, True)
-    ]
-
-
 def adam_prepare(grad_scale: Tensor, found_inf: Tensor, hyper: Tensor, steps: Tensor, records: Tensor) -> None:
     """Compute the factors that `adam_update` needs in this step, as one record for each run.
 
     A run is a range of elements with the same hyper-parameters and step count. The host does not wait for the device.
+    All tensors are contiguous and on one device.
 
     Args:
         grad_scale: (1,) float32, the divisor of the gradients: the loss scale divided by the clip factor.
@@ -126,7 +101,7 @@ def adam_prepare(grad_scale: Tensor, found_inf: Tensor, hyper: Tensor, steps: Te
         records: (runs, 12) float32, written. RECORD names the columns.
 
     Raises:
-        ValueError: a tensor has another shape, dtype or device, or is not contiguous.
+        ValueError: a tensor does not have the shape, dtype or device described above, or is not contiguous.
     """
     runs, device = len(hyper), records.device
     expect("grad_scale", grad_scale, (torch.float32,), (1,), device)
@@ -171,11 +146,11 @@ def adam_update(
     contiguous, are on one device, and do not overlap.
 
     Args:
-        grad: (n,) float32, float16 or bfloat16, only read. If `weight` is not None, the dtype of `weight` or float32.
-        master: (n,) float32, updated. It is the parameter itself if `weight` is None. Or (n,) int16, the residuals:
-            the differences between float32 masters and bfloat16 weights (see residual.py). With residuals, `weight` is
-            read too, and a negative sign of exp_avg_sq marks a residual of 32768, which int16 lacks: it is stored as
-            -32768.
+        grad: (n,), only read: float32, or the dtype of `weight`. If `weight` is None: float32, float16 or bfloat16.
+        master: (n,), updated: the float32 masters, which are the parameter itself if `weight` is None. For bfloat16
+            weights, it may instead be int16 residuals, the differences between masters and weights (see residual.py).
+            In this case `weight` is read too. A residual of 32768, which int16 lacks, is stored as -32768 and marked by
+            a negative sign of the element's exp_avg_sq.
         exp_avg: (n,) float32, or bfloat16 with stochastic rounding. Updated.
         exp_avg_sq: (n,) float32. Updated.
         weight: (n,) float16 or bfloat16, written with the updated masters, rounded to nearest even; None if `master` is
@@ -183,13 +158,13 @@ def adam_update(
         record: (12,) float32, the hyper-parameters and the skip flag, as computed by `adam_prepare` for these elements.
         index_base: the position of element 0 among all elements of the model. An element's position and the number of
             the step determine the random bits of stochastic rounding. Neither depends on the number of ranks, so
-            rounding does not change when training continues on another number of ranks.
+            rounding does not change when training continues on a different number of ranks.
         coupled: whether to add l2 times the weight to the gradient (L2 regularization, Kingma and Ba 2015). If False,
             the l2 in `record` must be 0.
 
     Raises:
-        ValueError: a tensor has another shape, dtype or device, or is not contiguous, or the combination of dtypes is
-            not supported.
+        ValueError: a tensor does not have the shape, dtype or device described above, or is not contiguous, or the
+            combination of dtypes is not supported.
     """
     n, device = master.numel(), master.device
     expect("master", master, (torch.float32, torch.int16), (n,), device)
@@ -250,8 +225,8 @@ def update_reference(
         weight: (n,), written with the updated masters, rounded to nearest even. With residuals, it is read too, because
             only weights and residuals together determine the masters. None if the masters are the weights themselves.
         record: (12,) float32, the hyper-parameters and the skip flag, as computed by `adam_prepare` for these elements.
-        index_base: the position of element 0 among all elements of the model. It and the number of the step determine
-            the random bits.
+        index_base: the position of element 0 among all elements of the model. An element's position and the number of
+            the step determine its random bits.
     """
     r = dict(zip(RECORD, record.tolist(), strict=True))
     seed = int(record.view(torch.int32)[RECORD.index("seed")])

@@ -27,10 +27,10 @@ class Elements:
 
     Attributes:
         grad: (n,), the gradients, only read.
-        master: a Master, which contains up to three tensors (n,). `weight` is the weights. `stored` is the masters of
-            half-precision weights (copies of full precision that the optimizer updates), stored in float32 or as 16-bit
-            differences from the weights; None for float32 weights, which are their own masters. `exp_avg_sq` is the
-            second moment; None if both moments are stored in 8 bits.
+        master: a Master, an object with up to three tensors (n,). `master.weight` contains the weights. `master.stored`
+            contains the masters of half-precision weights (copies of full precision that the optimizer updates), in
+            float32 or as 16-bit differences from the weights. It is None for float32 weights, which are their own
+            masters. `master.exp_avg_sq` is the second moment. It is None if both moments are stored in 8 bits.
         exp_avg: the first moment, a tensor (n,). If both moments are stored in 8 bits, a Moments, which contains both.
         index_base: the position of element 0 among all elements of the model. Stochastic rounding computes an element's
             random bits from its position and the number of the step.
@@ -73,12 +73,15 @@ class KernelSteps:
 
     def __init__(self, groups: Sequence[int], device: torch.device) -> None:
         self._groups, runs = list(groups), sum(groups)
-        self.counts = torch.zeros(runs, device=device)
+        self.counts = torch.zeros(runs, dtype=torch.float32, device=device)
         self._hyper = torch.zeros(runs, len(HYPER), dtype=torch.float64, device=device)
-        self._records = torch.zeros(runs, len(RECORD), device=device)
-        self._one, self._zero = torch.ones(1, device=device), torch.zeros(1, device=device)
+        self._records = torch.zeros(runs, len(RECORD), dtype=torch.float32, device=device)
+        self._one = torch.ones(1, dtype=torch.float32, device=device)
+        self._zero = torch.zeros_like(self._one)
         self._scale, self._flag = self._one, self._zero
-        self._sent: list[list[float]] = []
+        # The hyper-parameters last copied to the device, one row for each parameter group. None stands for a
+        # hyper-parameter that the user has passed as a tensor on the device.
+        self._sent: list[list[float | None]] = []
         self._coupled = [False] * runs
 
     def begin(self, hyper: Sequence[Hyper], grad_scale: torch.Tensor | None, found_inf: torch.Tensor | None) -> None:
@@ -89,9 +92,9 @@ class KernelSteps:
             grad_scale: a float32 scalar by which gradients are divided, or None for 1.
             found_inf: a float32 scalar; the step is skipped if it is nonzero. None if the step must not be skipped.
         """
-        rows = [[0.0 if self._on_device(value) else float(value) for value in group] for group in hyper]
+        rows = [[None if self._on_device(value) else float(value) for value in group] for group in hyper]
         if rows != self._sent:
-            expanded = [row for row, runs in zip(rows, self._groups) for _ in range(runs)]
+            expanded = [[value or 0.0 for value in row] for row, runs in zip(rows, self._groups) for _ in range(runs)]
             if expanded:
                 # Allocate new pinned memory each time, because the previous copy to the device may still be running.
                 # Torch's allocator reuses the previous memory only after that copy.
@@ -115,8 +118,8 @@ class KernelSteps:
         If `begin` got a nonzero `found_inf`, the step is skipped, and the counts stay as they are.
 
         Args:
-            runs: the numbers of the runs (ranges of elements that are updated together), in ascending order. A kernel
-                is launched for each sequence of consecutive numbers.
+            runs: the indices of the runs (ranges of elements that are updated together), in ascending order. A kernel
+                is launched for each sequence of consecutive indices.
         """
         for _, group in itertools.groupby(enumerate(runs), lambda pair: pair[1] - pair[0]):
             numbers = [run for _, run in group]
@@ -124,10 +127,13 @@ class KernelSteps:
             adam_prepare(self._scale, self._flag, self._hyper[rows], self.counts[rows], self._records[rows])
 
     def update(self, run: int, elements: Elements) -> None:
-        """Make one AdamW step on `elements`, in place.
+        """Update `elements` in place, with the step that `begin` and `advance` have prepared.
+
+        This is an AdamW step. If `l2` of the parameter group is nonzero or a tensor, it is an Adam step with L2
+        regularization instead. If `begin` got a nonzero `found_inf`, nothing changes.
 
         Args:
-            run: the number of the run (a range of elements that are updated together) to which the elements belong.
+            run: the index of the run (a range of elements that are updated together) to which the elements belong.
             elements: the tensors of the whole run, or of a part of it.
         """
         e, (master, weight) = elements, elements.master_and_weight
@@ -159,7 +165,7 @@ class TorchSteps:
 
     def __init__(self, groups: Sequence[int], device: torch.device) -> None:
         self._groups = list(groups)
-        self.counts = torch.zeros(sum(groups), device=device)
+        self.counts = torch.zeros(sum(groups), dtype=torch.float32, device=device)
         self._rows: list[list[float]] = []
         self._taken: list[float] = []  # `counts` as Python numbers
         self._grad_scale: torch.Tensor | None = None

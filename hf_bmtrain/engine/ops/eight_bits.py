@@ -22,7 +22,7 @@ from torch import Tensor
 
 from ..base.arguments import expect
 from ..base.launch import C_NAMES, Variant, kernel
-from .adam import RECORD, combinations, macros, random_bits
+from .adam import RECORD, macros, random_bits
 from .residual import join, split
 
 BLOCK = 32
@@ -61,10 +61,11 @@ class Moments(NamedTuple):
         return cls(*(torch.zeros(size, dtype=torch.uint8, device=device) for size in sizes * 2))
 
     def part(self, start: int, stop: int) -> Moments:
-        """Return the moments of elements start:stop, as views.
+        """Return the moments of elements start:stop, as views, for example those of one parameter.
 
-        Because 32 elements share an exponent, `start` must be a multiple of 32. So must `stop`, unless a parameter ends
-        there (the next one begins at a multiple of 32) or these moments end there.
+        Each block of 32 elements shares an exponent, so two parts must not divide a block between them. `start` must be
+        a multiple of 32. `stop` must be a multiple of 32, the end of a parameter, or the end of these moments. (The
+        elements between the end of a parameter and the next multiple of 32 are padding.)
         """
         assert start % BLOCK == 0, start
         blocks = slice(start // BLOCK, -(-stop // BLOCK))
@@ -81,7 +82,10 @@ class Moments(NamedTuple):
         return torch.where(codes > 127, -exp_avg, exp_avg), root.square_()
 
     def write(self, exp_avg: Tensor, exp_avg_sq: Tensor) -> None:
-        """Encode new values of Adam's moments, rounded to nearest, into the tensors of this object.
+        """Encode new values of Adam's moments into the tensors of this object, rounded to nearest.
+
+        Used for moments that come, for example, from a checkpoint. The optimizer's steps do not call this, because they
+        round stochastically. A small second moment is rounded up instead of to 0, because AdamW divides by its root.
 
         Args:
             exp_avg: the first moment, (n,) float32 on any device.
@@ -100,7 +104,7 @@ class Moments(NamedTuple):
         self.exp_avg_sq_exponents.copy_(exponents)
 
     def chunks(self) -> Iterator[tuple[slice, Moments]]:
-        """Yield (slice, the moments of its elements, as views) for consecutive ranges of all elements.
+        """Yield (slice, Moments) for consecutive ranges that together cover all elements. The Moments are views.
 
         Code that decodes and updates moments works on one range at a time, to limit the memory of temporary tensors. A
         write to the yielded moments changes those of this object.
@@ -113,20 +117,24 @@ class Moments(NamedTuple):
 def encode(magnitudes: Tensor, fraction: int, random: Tensor | None) -> tuple[Tensor, Tensor]:
     """Round magnitudes to 8-bit codes, with a common exponent for each block of 32 elements.
 
+    A code is a floating-point number with 3 exponent bits and `fraction` fraction bits, and without a sign. With 4
+    fraction bits, the highest bit of a code is 0. `Moments` stores the sign of the first moment there.
+
     Args:
-        magnitudes: (n,) float32, none negative.
-        fraction: the number of fraction bits of the codes' floating-point format.
+        magnitudes: (n,) float32, none negative: the absolute values of the first moment, or the square roots of the
+            second moment.
+        fraction: the number of fraction bits: 4 for the first moment, 5 for the square roots of the second moment.
         random: (n,) random integers from 0 to 65535, for stochastic rounding. None rounds to nearest.
 
     Returns:
-        The codes (n,) and the blocks' exponents, both uint8.
+        The codes (n,) and the blocks' exponents (⌈n/32⌉,), both uint8.
     """
     n = len(magnitudes)
     padded = torch.nn.functional.pad(magnitudes, (0, -n % BLOCK)).view(-1, BLOCK)
     dropped = 23 - fraction
     # A code stands for a number below 2, which is multiplied by 2ᴱ. With f fraction bits, the two largest numbers are
     # 2 - 2·2⁻ᶠ and 2 - 2⁻ᶠ. Let 2ᴷ be the largest power of two that does not exceed the block's largest magnitude.
-    # E = K is too small for a magnitude above (2 - 2⁻ᶠ)·2ᴷ: it would be clamped to this value in every step, so the
+    # E = K is too small for a magnitude above (2 - 2⁻ᶠ)·2ᴷ, which would be clamped to this value in every step, so the
     # moment could never grow to 2ᴷ⁺¹. Therefore E = K + 1 if the largest magnitude is above (2 - 2·2⁻ᶠ)·2ᴷ, and
     # otherwise E = K. (A magnitude between these two values is rounded to one of them with either E.) The next line
     # computes E + 127: its addition carries into the exponent bits if and only if the magnitude is above
@@ -139,12 +147,14 @@ def encode(magnitudes: Tensor, fraction: int, random: Tensor | None) -> tuple[Te
 
 
 def decode(codes: Tensor, exponents: Tensor, fraction: int) -> Tensor:
-    """Return the magnitudes, (n,) float32, that 8-bit codes and their exponents represent. The inverse of `encode`.
+    """Return the magnitudes, (n,) float32, that 8-bit codes and their exponents represent.
 
     Args:
-        codes: (n,) uint8, the first result of `encode`.
+        codes: (n,) uint8, the first result of `encode`. Remove the sign bits that `Moments` has added to the codes of
+            the first moment.
         exponents: (⌈n/32⌉,) uint8, the second result of `encode`: one exponent for every 32 consecutive codes.
-        fraction: the number of fraction bits of the codes' floating-point format.
+        fraction: the number of fraction bits that was passed to `encode`: 4 for the first moment, 5 for the square
+            roots of the second moment.
     """
     n = len(codes)
     numbers = (codes.int() << (23 - fraction)).view(torch.float32) * _SHIFT
@@ -153,7 +163,9 @@ def decode(codes: Tensor, exponents: Tensor, fraction: int) -> Tensor:
 
 
 def variant(grad: torch.dtype, weight: torch.dtype | None, master: torch.dtype, coupled: bool = False) -> Variant:
-    """Return the CUDA source of 8-bit AdamW with the macros for a combination of dtypes.
+    """Return the Variant of the 8-bit AdamW kernel for a combination of dtypes, to pass to `kernel`, which compiles it.
+
+    A Variant is a CUDA source file and the macros with which it is compiled.
 
     Args:
         grad: the dtype of the gradients.
@@ -165,15 +177,6 @@ def variant(grad: torch.dtype, weight: torch.dtype | None, master: torch.dtype, 
         ValueError: the combination is not supported.
     """
     return Variant("adam8", macros(grad, weight, master, coupled))
-
-
-def variants(arch: int) -> list[Variant]:
-    """Return all variants of this module's CUDA source, that is, all combinations of its macros. Tests compile them.
-
-    Args:
-        arch: the GPU's compute capability (90 is 9.0). Not used: the variants are the same for all GPUs.
-    """
-    return [variant(*kind, coupled) for kind in combinations() for coupled in (False, True)]
 
 
 def adam8_update(
@@ -188,26 +191,26 @@ def adam8_update(
     """Make one AdamW step on n adjacent elements, in place, like `adam_update` but with moments in 8 bits.
 
     The step computes the new moments in float32, updates the masters with them, and then stores them in 8 bits. Only
-    the moments are rounded stochastically.
+    the moments are rounded stochastically. All tensors are contiguous, are on one device, and do not overlap.
 
     Args:
         grad: (n,), only read: float32, or the dtype of `weight`. If `weight` is None: float32, float16 or bfloat16.
         master: (n,), updated: the float32 masters, which are the parameter itself if `weight` is None. For bfloat16
-            weights, it may instead be int16 residuals. A residual is the difference between the bits of a master and
-            those of its weight in float32, both read as integers, so weight and residual together give the master. The
-            residual 32768, which int16 lacks, becomes 32767, and the master changes in its last bit.
+            weights, it may instead be int16 residuals: the differences between the bits of masters and weights, read
+            as integers (see residual.py). A residual of 32768, which int16 lacks, is stored as 32767. This moves the
+            master to the adjacent float32 number in the direction of the weight.
         moments: the moments of these elements, updated.
         weight: (n,) float16 or bfloat16, written with the new masters rounded to nearest even. With residuals, it is
             read too. None if `master` is the weight.
         record: (12,) float32, the hyper-parameters and the skip flag, as computed by `adam_prepare` for these elements.
-        index_base: the position of element 0 among all elements of the model. It and the number of the step determine
-            the random bits of stochastic rounding.
+        index_base: the position of element 0 among all elements of the model. An element's position and the number of
+            the step determine its random bits for stochastic rounding.
         coupled: whether to add the factor of L2 regularization, the field "l2" of `record`, times the master to the
             gradient. If False, this field must be 0.
 
     Raises:
-        ValueError: a tensor has another shape, dtype or device, or is not contiguous, or the combination of dtypes is
-            not supported.
+        ValueError: a tensor does not have the shape, dtype or device described above, or is not contiguous, or the
+            combination of dtypes is not supported.
     """
     n, device = master.numel(), master.device
     expect("master", master, (torch.float32, torch.int16), (n,), device)
@@ -230,7 +233,7 @@ def adam8_update(
 
 
 def update_reference(
-    grad: Tensor, master: Tensor, moments: Moments, weight: Tensor | None, record: Tensor, index_base: int = 0
+    grad: Tensor, master: Tensor, moments: Moments, weight: Tensor | None, record: Tensor, index_base: int
 ) -> None:
     """Compute the same as `adam8_update` with torch, on any device. The host waits for the device.
 
@@ -245,8 +248,8 @@ def update_reference(
         weight: (n,), written with the updated masters, rounded to nearest even. With residuals, it is read too, because
             only weights and residuals together determine the masters. None if the masters are the weights themselves.
         record: (12,) float32, the hyper-parameters and the skip flag, as computed by `adam_prepare` for these elements.
-        index_base: the position of element 0 among all elements of the model. It and the number of the step determine
-            the random bits.
+        index_base: the position of element 0 among all elements of the model. An element's position and the number of
+            the step determine its random bits.
     """
     r = dict(zip(RECORD, record.tolist(), strict=True))
     seed = int(record.view(torch.int32)[RECORD.index("seed")])

@@ -1,8 +1,8 @@
 """Squared norms of flat gradients, computed deterministically in one pass. Results are on the device, in float64.
 
-A result is inf or NaN if and only if an element is, because float64 can represent the square of any float32. The
-kernels first add the squares of up to 32 elements in float32, where a square below 1e-38 may become zero. If the sum is
-not finite, they repeat it in float64.
+A squared norm is inf or NaN if and only if an element of the gradient is, because float64 can represent the square of
+any float32. The kernels first add the squares of up to 32 elements in float32, where a square below 1e-38 loses
+precision or becomes zero. If this sum is not finite, they compute it again in float64.
 """
 
 import itertools
@@ -15,9 +15,13 @@ from ..base.arguments import expect
 from ..base.launch import C_NAMES, Variant, kernel
 
 THREADS = 256
-BLOCKS = 528  # maximum number of thread blocks; the same for all devices, so that all add in the same order
+# The maximum number of thread blocks among which `accumulate_squared_norm` divides a tensor on a GPU. It is the same
+# for every GPU, so that all add in the same order.
+BLOCKS = 528
 TILE_BYTES = THREADS * 64
-PIECE = 1 << 16  # the maximum number of elements whose squares one thread block sums
+# On a GPU, `segmented_squared_norm` divides segments into pieces of at most this many elements. It launches one thread
+# block for each piece, however many pieces there are.
+PIECE = 1 << 16
 CHUNK = 1 << 18  # number of elements that the CPU converts to float64 at a time
 
 
@@ -33,22 +37,10 @@ def variant(dtype: torch.dtype) -> Variant:
     return Variant("grad_norm", (("ELEMENT", C_NAMES[dtype]),))
 
 
-def variants(arch: int) -> list[Variant]:
-    """Return all variants of this module's CUDA source, that is, all combinations of its macros.
-
-    Tests use it to compile every variant. Training compiles only those that it launches.
-
-    Args:
-        arch: the GPU's compute capability (90 is 9.0). It has no effect, because the variants are the same for all
-            GPUs. The functions `variants` of some other modules need it.
-    """
-    return [variant(dtype) for dtype in C_NAMES]
-
-
 def accumulate_squared_norm(flat: torch.Tensor, out: torch.Tensor) -> None:
     """Add the squared norm of a flat tensor to a running sum. The host does not wait for the device.
 
-    To compute the norm of all gradients, for clipping, it is called for one flat gradient after another. The same
+    To compute the norm of all gradients, for clipping, call this function for one flat gradient after another. The same
     tensors in the same order give bit-identical results.
 
     Args:
@@ -58,7 +50,7 @@ def accumulate_squared_norm(flat: torch.Tensor, out: torch.Tensor) -> None:
             of `flat` is inf or NaN. The caller must set both to zero before the first tensor.
 
     Raises:
-        ValueError: a tensor has another shape, dtype or device, or is not contiguous.
+        ValueError: a tensor does not have the shape, dtype or device described above, or is not contiguous.
     """
     expect("flat", flat, C_NAMES, (flat.numel(),), flat.device)
     expect("out", out, (torch.float64,), (2,), flat.device)
@@ -139,7 +131,8 @@ def segmented_squared_norm(flat: torch.Tensor, segments: Segments) -> torch.Tens
         (k,) float64 on the device of `flat`. An entry is inf or NaN if an element of its segment is.
 
     Raises:
-        ValueError: `flat` is not contiguous, has another dtype, or is too short or on another device for the segments.
+        ValueError: `flat` is not contiguous, does not have one of these dtypes, has fewer elements than the last offset
+            of `segments`, or is on a GPU that is not the device of `segments`.
     """
     expect("flat", flat, C_NAMES, (flat.numel(),), flat.device)
     if segments.offsets[-1] > flat.numel():

@@ -13,24 +13,15 @@ THREADS = 256
 
 @cache
 def variant(dtype: torch.dtype, summed: bool) -> Variant:
-    """Return the CUDA source of the kernel `peer_mean`, with the macros for these arguments.
+    """Return the Variant of the CUDA kernel `peer_mean` for these arguments, to pass to `kernel`, which compiles it.
 
-    dtype: the dtype of the gradients.
-    summed: whether the mean over the ranks is added to a float32 running sum.
+    A Variant is a CUDA source file and the macros with which it is compiled.
+
+    dtype: the dtype of the gradients: float32, float16 or bfloat16.
+    summed: whether the kernel adds the mean over the ranks to a float32 running sum, the argument `total` of the
+        function `peer_mean`.
     """
     return Variant("peer_sum", (("ELEMENT", C_NAMES[dtype]), ("TOTAL", "float" if summed else "none")))
-
-
-def variants(arch: int) -> list[Variant]:
-    """Return all variants of this module's CUDA source, that is, all combinations of its macros.
-
-    Training compiles only the variants that it needs. The tests compile all of them.
-
-    Args:
-        arch: the GPU's compute capability (90 is 9.0). It has no effect, because the variants are the same for all
-            GPUs. The functions `variants` of some other modules need it.
-    """
-    return [variant(dtype, summed) for dtype in C_NAMES for summed in (False, True)]
 
 
 def serves(dtype: torch.dtype, device: torch.device) -> bool:
@@ -56,7 +47,7 @@ def peer_mean(rows: Tensor, mine: Tensor, own: int, out: Tensor, total: Tensor |
         rows: (ranks - 1, n) float32, float16 or bfloat16 (on the CPU also float64), the other ranks' values in rank
             order. Each row must be contiguous, but consecutive rows may be any distance apart.
         mine: (n,) of the same dtype, this rank's values.
-        own: this rank's number, from 0 to ranks - 1: the position of `mine` in rank order.
+        own: this rank's index, from 0 to ranks - 1: the position of `mine` in rank order.
         out: (n,) of the same dtype, written with the mean, or with the new `total`, rounded to nearest even.
         total: (n,) float32 (float64 for float64), a running sum to which the mean is added in place, or None. It may be
             `out` itself.
@@ -66,7 +57,8 @@ def peer_mean(rows: Tensor, mine: Tensor, own: int, out: Tensor, total: Tensor |
         squared norm of `out`, and is inf or NaN if an element of `out` is.
 
     Raises:
-        ValueError: a tensor has another shape, dtype or device, or is not contiguous, or `own` is not a rank.
+        ValueError: a tensor does not have the shape, dtype or device described above, `mine`, `out`, `total` or a row
+            is not contiguous, or `own` is out of range.
     """
     (others, n), device = rows.shape, rows.device
     expect("mine", mine, C_NAMES if rows.is_cuda else (*C_NAMES, torch.float64), (n,), device)
@@ -76,7 +68,7 @@ def peer_mean(rows: Tensor, mine: Tensor, own: int, out: Tensor, total: Tensor |
     if rows.dtype != mine.dtype or (n > 1 and rows.stride(1) != 1) or not 0 <= own <= others:
         raise ValueError(
             f"peer_mean: rows must have the dtype of mine, {mine.dtype}; each row must be contiguous (stride 1 in the "
-            f"last dimension); and own, this rank's number, must be from 0 to {others}. Got rows of {rows.dtype} with "
+            f"last dimension); and own, this rank's index, must be from 0 to {others}. Got rows of {rows.dtype} with "
             f"strides {rows.stride()}, and own={own}."
         )
     if n == 0 or rows.is_meta:

@@ -36,12 +36,14 @@ class Master:
 
     Attributes:
         weight: the weights.
-        stored: the masters of half-precision weights: float32, or, for bfloat16 weights, int16 residuals. A residual is
-            the difference between the bits of a master and those of its weight in float32, both read as integers. None
-            for float32 weights, which are their own masters.
-        exp_avg_sq: Adam's second moment, float32. It is never negative, so its sign is free. If `stored` contains
-            residuals, a negative sign is a tie flag: the residual is 32768, which int16 lacks, and is stored as -32768.
-            None if the optimizer has no second moment in float32; then there are no tie flags.
+        stored: the masters of half-precision weights, in float32. For bfloat16 weights, they may instead be stored as
+            int16 residuals, the differences between masters and weights. To compute a residual, convert the weight to
+            float32, read the bits of master and weight as integers, and subtract the weight's integer from the
+            master's. None for float32 weights, which are their own masters.
+        exp_avg_sq: Adam's second moment, float32. The moment itself is never negative. If `stored` contains
+            residuals, a negative sign is a tie flag: it marks a residual of 32768, which int16 lacks, and which is
+            stored as -32768. None if the optimizer has no second moment in float32. There are no tie flags then, and a
+            residual of 32768 is stored as 32767.
     """
 
     weight: torch.Tensor
@@ -53,16 +55,16 @@ class Master:
         return self.stored is not None and self.stored.dtype == torch.int16
 
     def part(self, part: slice, device: torch.device) -> Master:
-        """Return a Master of the elements in the slice `part`, with all tensors on `device`. Only read from it.
+        """Return a Master of the elements in the slice `part`, with all tensors on `device`. Do not write to it.
 
-        Used to read the masters in pieces, so that temporary tensors are small. Tensors that are on `device` already
-        are views. The others are copies, so a write to them would be lost.
+        Used to read the masters in pieces, so that temporary tensors are small. Tensors that are already on `device`
+        are returned as views. The others are copied, so a write to them would be lost.
         """
         stored = None if self.stored is None else self.stored[part].to(device)
         exp_avg_sq = None if self.exp_avg_sq is None else self.exp_avg_sq[part].to(device)
         return Master(self.weight[part].to(device), stored, exp_avg_sq)
 
-    def read(self, device: torch.device | None = None) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def read(self) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return the masters and Adam's second moment, both (n,) float32.
 
         Used by code that computes with the masters outside the optimizer's own update, such as statistics of updates.
@@ -70,16 +72,12 @@ class Master:
         If the masters are stored in float32, the results are the stored tensors themselves, so do not write to them.
         If they are stored as residuals (their differences from the weights), the results are new tensors. The second
         moment is None if the optimizer has none in float32.
-
-        Args:
-            device: the device of new tensors; None uses the device of the residuals. It has no effect if the results
-                are the stored tensors.
         """
         if self.stored is None:
             return self.weight, self.exp_avg_sq
         if not self.is_residual:
             return self.stored, self.exp_avg_sq
-        return join(self.weight.to(self.stored.device), self.stored, self.exp_avg_sq, device)
+        return join(self.weight.to(self.stored.device), self.stored, self.exp_avg_sq)
 
     def write(self, master: torch.Tensor) -> None:
         """Store new masters, which come, for example, from a checkpoint.
@@ -89,7 +87,7 @@ class Master:
         * If masters are stored as residuals, which are the differences between masters and weights, the weights are set
           to the masters rounded to nearest even.
         * If they are stored in float32, half-precision weights do not change until the optimizer's next step.
-        * Float32 weights are their own masters, so they are set.
+        * Float32 weights are their own masters, so the weights are set to the new masters.
 
         Args:
             master: float32 with n elements, of any shape and on any device.
@@ -114,16 +112,16 @@ class Master:
             self.stored.copy_(self.weight)
 
     def follow_weight(self) -> None:
-        """Update float32 masters after something other than the optimizer has written the weights.
+        """Update float32 masters after code other than the optimizer has written the weights.
 
-        Optimizers call this before they use or return masters that may be out of date. A master that, rounded to the
-        dtype of its weight, equals the weight does not change. For the others:
+        Optimizers call this before they use or return masters that may be out of date. A master is out of date if it
+        does not round to its weight in the weight's dtype. Such masters change as follows; all others stay as they are.
 
-        * The master of a bfloat16 weight changes by as much as the weight has changed. The old weight was overwritten,
-          but it is the old master rounded to bfloat16. Old weight and new weight are converted to float32, and the bits
-          of all numbers are read as integers: new master = new weight + (old master - old weight). If the new master
-          does not round to the new weight, it is set to the new weight.
-        * The master of a float16 weight is set to the weight.
+        * A float16 weight: the master is set to the weight.
+        * A bfloat16 weight: the master keeps its distance from the weight, that is, new master = new weight + (old
+          master - old weight). In this formula, each number stands for its float32 bits, read as an integer. The old
+          weight was overwritten, but it is the old master rounded to bfloat16. If the new master would not round to the
+          new weight, it is set to the new weight.
 
         This does nothing if the masters are stored as residuals, which are relative to the present weights, or if the
         weights are float32 and thus their own masters.
@@ -140,7 +138,7 @@ class Master:
 def split(master: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor, exp_avg_sq: torch.Tensor | None) -> None:
     """Split float32 masters into bfloat16 weights and 16-bit residuals. All tensors are (n,).
 
-    Called when masters are loaded, and in each step on the CPU. On a GPU, the optimizer's kernel computes the same.
+    Called when masters are loaded, and by the reference implementations of AdamW steps. The kernels compute the same.
 
     A residual is the difference between a master and its weight: their bits, read as integers, are subtracted. The
     value 32768, which int16 lacks, is stored as -32768 and marked by a tie flag, the sign of `exp_avg_sq`.
@@ -150,7 +148,7 @@ def split(master: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor, ex
         weight: written with the masters rounded to nearest even.
         residual: written with the residuals, int16.
         exp_avg_sq: Adam's second moment, float32. Its signs are set to the tie flags; its magnitudes do not change.
-            With None there are no tie flags, and a master may change in its last bit.
+            With None there are no tie flags, and the stored master may differ from `master` in its last bit.
     """
     if exp_avg_sq is None:
         for p, w, r in _in_chunks(master, weight, residual):
@@ -170,8 +168,8 @@ def join(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Return the float32 masters of bfloat16 weights, computed from residuals. This reverses `split`.
 
-    Called when masters are saved or read, and in each step on the CPU. On a GPU, the optimizer's kernel computes the
-    same in a step. All tensors are (n,).
+    Called when masters are saved or read, and by the reference implementations of AdamW steps. The kernels compute the
+    same. All tensors are (n,).
 
     Args:
         weight: the bfloat16 weights.
@@ -185,7 +183,7 @@ def join(
         exp_avg_sq is None.
     """
     if exp_avg_sq is None:
-        master = torch.empty(weight.shape, device=device or weight.device)
+        master = torch.empty(weight.shape, dtype=torch.float32, device=device or weight.device)
         for p, w, r in _in_chunks(master, weight, residual):
             p.copy_(_at(w, r.int()))
         return master, None

@@ -6,6 +6,8 @@ import copy
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
+from itertools import chain
+from operator import is_
 from typing import Any
 
 import torch
@@ -18,6 +20,7 @@ from ..ops.residual import Master
 from ..runtime.world import current_world
 from ..tensors.tensor import ShardBase
 from .runs import (
+    ParameterState,
     Run,
     RunState,
     StateTensors,
@@ -25,14 +28,17 @@ from .runs import (
     has_codes,
     index_bases,
     neighbours,
+    own_entries,
     same_members,
     shown,
     with_gradients,
     without_codes,
 )
-from .state import check_state, copy_full_state, full_facts, load_state, own_part, save_state
+from .state import check_state, copy_full_state, full_facts, full_state_of, load_state, own_part, save_state
 
-START_ANEW = "To start with new optimizer state, do not load this one: bmt.load_state(folder, model) loads the weights."
+START_ANEW = (
+    "To start with new optimizer state, do not load this one: bmt.load_state(folder, model) loads only the weights."
+)
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
@@ -41,16 +47,19 @@ class AdamOptimizer(torch.optim.Optimizer):
 
         m ← β₁m + (1−β₁)g    v ← β₂v + (1−β₂)g²    w ← w − lr·wd·w − lr · (m/(1−β₁ᵗ)) / (√(v/(1−β₂ᵗ)) + eps)
 
+    Here w is a weight, g its gradient, and m and v its moments. t is the number of steps that its parameter has taken,
+    including the present one.
+
     All parameters must be on one device. Parameters of one parameter group that are adjacent in a flat buffer are
     updated in one kernel launch. Parameters without a gradient (`.grad is None`) are not updated. Gradients are read,
     never written. In `step`, the host does not wait for the device, except in the few steps that compare the ranks'
-    optimizers.
+    optimizers, or that update a different set of parameters than the step before.
 
-    The state consists of m, v and, for half-precision weights, a master copy of w, all in float32 by default. The
-    weights are the masters, rounded to nearest even. The state takes 8 bytes per element of a float32 weight, which
-    needs no master, and 12 per element of a half-precision weight. For a bfloat16 weight on CUDA it takes only 10: the
-    master is stored without loss as its 16-bit difference from the weight, and `optimizer.state[p]` has this "residual"
-    instead of "master". `state_dict()` always has float32 masters.
+    The state consists of m, v and, for half-precision weights, a master copy of w, all in float32 by default. A
+    half-precision weight is its master, rounded to nearest even. The state takes 8 bytes per element of a float32
+    weight, which needs no master, and 12 per element of a half-precision weight. For a bfloat16 weight on CUDA it takes
+    only 10: the master is stored without loss as its 16-bit difference from the weight, and `optimizer.state[p]` has
+    this "residual" instead of "master". `state_dict()` always has float32 masters.
 
     If half-precision weights are written between steps (by loading, averaging or masking), the masters of the changed
     weights are set to values that round to the new weights.
@@ -62,10 +71,10 @@ class AdamOptimizer(torch.optim.Optimizer):
     Args:
         params: parameters, or parameter groups as for torch's optimizers. Their dtype must be float32, float16 or
             bfloat16.
-        lr: the learning rate, a number or a tensor of one element. If the tensor is on the weights' device, the kernel
-            reads it, and the host does not wait. `betas`, `eps` and `weight_decay` may also be such tensors.
+        lr: the learning rate, at least 0: a number or a tensor of one element. If the tensor is on the weights' device,
+            the kernel reads it, and the host does not wait. `betas`, `eps` and `weight_decay` may also be such tensors.
         betas: β₁ and β₂, at least 0 and below 1.
-        eps: a number that is added to √v, outside the square root.
+        eps: a number that is added to the denominator, outside the square root, as in the formula; at least 0.
         weight_decay: the weight decay wd, at least 0.
         hold_steps: a parameter's first `hold_steps` steps update m, v and t but not w, so that the moments warm up
             first. Skipped steps do not count. Parameter groups may have different values.
@@ -73,13 +82,13 @@ class AdamOptimizer(torch.optim.Optimizer):
             g instead, as torch.optim.Adam does, for weights of every dtype. (BMTrain does this only for float32
             weights.) Parameter groups may have different values.
         exp_avg_dtype: the dtype of m, torch.float32 or torch.bfloat16. bfloat16 values are rounded stochastically. The
-            random bits depend on the element and the step, but not on the number of ranks, with one exception: with
-            some options, a single rank stores parameters in another order than several ranks do, and then has other
-            random bits.
+            random bits depend on the element and the step, and usually not on the number of ranks. They do depend on
+            it if several ranks divide the parameters into other flat buffers than a single rank does, as with
+            all-gathers in a dtype other than the parameters'.
         state_bits: 32, or 8 to store m and v in 8 bits, rounded stochastically, with an exponent for every 32 elements.
-            With 8, residuals may be off by their last bit, and the state takes 2.06 bytes per element of a float32
-            weight, 4.06 of a bfloat16 weight on CUDA, and 6.06 of other half-precision weights. Checkpoints have
-            float32 moments, so `state_bits` may change between saving and loading.
+            With 8, the masters of bfloat16 weights on CUDA may be off by their last bit, and the state takes 2.06 bytes
+            per element of a float32 weight, 4.06 of a bfloat16 weight on CUDA, and 6.06 of other half-precision
+            weights. Checkpoints have float32 moments, so `state_bits` may change between saving and loading.
 
     Raises:
         TypeError: `params` is a single tensor or not iterable, or a setting has the wrong type.
@@ -127,11 +136,15 @@ class AdamOptimizer(torch.optim.Optimizer):
         self.loss_scale: torch.Tensor | None = None  # set by OptimManager
         self._exp_avg_dtype = torch.uint8 if state_bits == 8 else exp_avg_dtype
         self._loaded: set[torch.nn.Parameter] = set()  # parameters with a loaded state that no step has used yet
-        # Hashes of the state that was loaded last. The next step compares them between the ranks, then sets this to
+        # Hashes of the state that was loaded last. The next step compares them across ranks, then sets this to
         # None.
         self.loaded_facts: dict[str, str] | None = None
         self._active: list[list[torch.nn.Parameter]] = []  # for each group, the parameters that the last step updated
         self._states: list[RunState] = []
+        # The optimizer's own entries of `self.state`, as it has left them, and all values of `self.state` at that time.
+        # If the caller replaces or removes some of the entries, the next step notices it.
+        self._held: dict[torch.Tensor, ParameterState] = {}
+        self._values: list[Any] = []
         self._steps: KernelSteps | TorchSteps = TorchSteps([], torch.device("cpu"))
 
     def add_param_group(self, param_group: dict) -> None:
@@ -148,7 +161,7 @@ class AdamOptimizer(torch.optim.Optimizer):
         """
         expect_kind("param_group", param_group, dict, 'a dict with "params"')
         if "params" not in param_group:
-            raise ValueError(f'param_group must have the key "params", but has only {", ".join(map(str, param_group))}')
+            raise ValueError(f'param_group must have the key "params", but its keys are {[*map(str, param_group)]}')
         _refuse_unsupported([param_group])
         _check_settings({**self.defaults, **param_group})
         super().add_param_group(param_group)
@@ -161,8 +174,8 @@ class AdamOptimizer(torch.optim.Optimizer):
     def scale(self) -> float:
         """The current loss scale of the OptimManager that has this optimizer. Reading it waits for the device.
 
-        1 if the optimizer is in no OptimManager, or in one without a loss scale. The attribute has the name that it has
-        in BMTrain, and is not the argument `scale` of `step`.
+        1 if the optimizer is in no OptimManager, or in one without a loss scale. The attribute is named as in BMTrain,
+        and is unrelated to the argument `scale` of `step`.
         """
         return 1.0 if self.loss_scale is None else float(self.loss_scale)
 
@@ -170,24 +183,27 @@ class AdamOptimizer(torch.optim.Optimizer):
     def step(self, closure=None, scale: float = 1.0):
         """Update every parameter that has a gradient.
 
-        Collective: every rank must call it, because some steps check that the parameters, the settings and the loaded
-        states are the same on all ranks. These are the first step, and the first one after the parameter groups have
-        changed, more parameters were sharded, or a state was loaded.
+        Collective: every rank must call it, because some steps compare the ranks' optimizers:
+
+        * The first step checks that the optimizers of all ranks have the same parameters and settings. So does the
+          first step after the parameters of the groups have changed, or more parameters were sharded.
+        * The first step after a state was loaded checks that full tensors in it are the same on all ranks.
 
         Args:
-            closure: a function without arguments that computes the loss. It is called before the update. None calls
-                nothing.
-            scale: the number by which the gradients are divided, above 0, such as the loss scale. If OptimManager or
-                GradScaler has set `grad_scale`, the gradients are divided by both.
+            closure: a function without arguments that computes the loss, and is called before the update; None for no
+                function.
+            scale: the number by which the gradients are divided, above 0, such as the loss scale. It may be a tensor of
+                one element. If OptimManager or GradScaler has set `grad_scale`, the gradients are divided by both.
 
         Returns:
             The return value of `closure`; None if `closure` is None.
 
         Raises:
-            TypeError: `closure` is not callable, or `scale` is not a number.
-            ValueError: `scale` is not finite or not above 0, or the parameters are on several devices.
-            RuntimeError: the optimizers or the loaded states of the ranks differ, the optimizer was created before the
-                model was sharded, or the gradients of an unsharded parameter differ between the ranks.
+            TypeError: `closure` is not callable, or `scale` is neither a number nor a tensor of one element.
+            ValueError: `scale` is not finite or not above 0, the parameters are on several devices, or an unsharded
+                parameter is not contiguous.
+            RuntimeError: the optimizers or the loaded full states of the ranks differ, the optimizer was created before
+                the model was sharded, or the gradients of an unsharded parameter differ between the ranks.
         """
         loss = None
         if closure is not None:
@@ -203,8 +219,9 @@ class AdamOptimizer(torch.optim.Optimizer):
             return loss
         expect_number("scale", scale, "finite and above 0", lambda number: 0 < number < math.inf)
         given = self.__dict__.get("grad_scale")
+        # Use the device of the first parameter found, in any group, because the first group may have no parameters.
         devices = (parameter.device for group in self.param_groups for parameter in group["params"])
-        divisor = torch.tensor(float(scale), device=next(devices, None))  # the first group may be empty
+        divisor = torch.tensor(float(scale), dtype=torch.float32, device=next(devices, None))
         self.grad_scale = divisor if given is None else divisor * given
         try:
             self._step()
@@ -215,8 +232,8 @@ class AdamOptimizer(torch.optim.Optimizer):
         return loss
 
     def _step(self) -> None:
-        # Divide the parameters with gradients into runs: adjacent parameters that have taken equally many steps, and
-        # can therefore be updated by one kernel launch.
+        # Divide the parameters with gradients into runs: adjacent parameters that have taken the same number of steps,
+        # so that one kernel launch can update them.
         self._arrange([with_gradients(group["params"]) for group in self.param_groups])
         self._step_runs(range(len(self._states)))
 
@@ -226,7 +243,8 @@ class AdamOptimizer(torch.optim.Optimizer):
         numbers: the indices of these runs in `self._states`, in ascending order.
         """
         states = [self._states[number] for number in numbers]
-        # 1. Wait for earlier updates. If something else has written weights since, update their float32 masters.
+        # 1. Wait for earlier updates. If other code has written weights since the last step, update their float32
+        # masters.
         for state in states:
             if state.run.buffer is not None and state.run.buffer.update.ticket is not None:
                 state.run.buffer.update.wait()
@@ -239,7 +257,7 @@ class AdamOptimizer(torch.optim.Optimizer):
         # 3. Update the weights and the state.
         self._update(numbers)
         # 4. Increment torch's version counters of the weights, by which the next forward decides whether to all-gather
-        # them again. Also do so for runs without elements on this rank, because all ranks must decide alike.
+        # the weights again. Include runs without elements on this rank, because all ranks must make the same decision.
         torch.autograd.graph.increment_version([state.run.weights for state in states])
         for state in states:
             state.version = state.run.weights._version
@@ -258,8 +276,8 @@ class AdamOptimizer(torch.optim.Optimizer):
     def _settings(self) -> list[Hyper]:
         """Return a tuple of settings for each parameter group, as the kernels expect them.
 
-        The order is lr, β₁, β₂, eps, decoupled weight decay, hold_steps (the number of first steps that update only the
-        moments), weight decay that is added to the gradient.
+        The order is lr, β₁, β₂, eps, decoupled weight decay, hold_steps (the number of steps at the beginning that
+        update only the moments), weight decay that is added to the gradient.
         """
         return [
             (g["lr"], *g["betas"], g["eps"], decay if g["decoupled"] else 0.0, g["hold_steps"],
@@ -268,11 +286,11 @@ class AdamOptimizer(torch.optim.Optimizer):
         ]  # fmt: skip
 
     def wait(self) -> None:
-        """Do nothing, because `step` updates the weights on the current stream, so later work there follows the update.
+        """Make the current stream, but not the host, wait for updates of the weights that run on other streams.
 
-        The method exists so that the same code can call it on an AdamOffloadOptimizer, which updates the weights on
-        another stream. There, it makes the current stream, but not the host, wait for the update. It also does so here
-        if an AdamOffloadOptimizer is still updating the same parameters.
+        The `step` of this class updates the weights on the current stream, so there is usually nothing to wait for. The
+        method exists so that the same code can call it on an AdamOffloadOptimizer, which updates the weights on
+        separate streams. Here, it waits only if an AdamOffloadOptimizer is still updating the same parameters.
         """
         for state in self._states:
             if state.run.buffer is not None:
@@ -296,19 +314,21 @@ class AdamOptimizer(torch.optim.Optimizer):
     def _arrange(self, active: list[list[torch.nn.Parameter]]) -> bool:
         """Divide the parameters that this step updates into runs, lists of adjacent parameters with flat state tensors.
 
-        Does nothing and returns False if the last step updated the same parameters; otherwise returns True. A run of
-        the same parameters as an earlier run keeps its state tensors. For other runs, state tensors are allocated, and
-        the parameters' earlier or loaded state is copied into them. The same applies to unsharded parameters whose
-        memory was replaced. Raises ValueError if the parameters are on several devices, or if new memory has an
-        unsupported dtype.
+        Does nothing and returns False if the last step updated the same parameters, in the same memory, and the caller
+        has not changed `self.state`; otherwise returns True. A run of the same parameters as an earlier run keeps its
+        state tensors. For other runs, for unsharded parameters whose memory was replaced, and for parameters whose
+        tensors in `self.state` the caller has replaced or removed, state tensors are allocated, and the parameters'
+        state, if `self.state` has any, is copied into them. Raises ValueError if the parameters are on several devices,
+        if an unsharded one is not contiguous, or if its memory was replaced by memory of an unsupported dtype.
 
         active: the parameters that this step updates, a list for each parameter group.
         """
         replaced = {state for state in self._states if state.run.buffer is None and state.run.is_replaced}
-        if not replaced and same_members(active, self._active):
+        if not replaced and same_members(active, self._active) and self._is_held():
             return False
         for state in replaced:
             _check_dtype(state.run.parameters[0])
+        replaced.update(state for state in self._states if not self._holds(state.run.parameters))
         self._finish()
         groups = [[Run.over(members) for members in neighbours(group, self._kind)] for group in active]
         runs = [run for group in groups for run in group]
@@ -333,14 +353,16 @@ class AdamOptimizer(torch.optim.Optimizer):
                 offset = 0 if run.buffer is None else run.buffer.rank * run.buffer.layout.shard_numel + run.start
                 state = RunState(run, master, tensors[run].exp_avg, steps.counts[number], bases[run.owner] + offset)
                 for parameter in run.parameters:
-                    views = state.views(parameter)
-                    adopt(parameter, views, self.state.get(parameter, {}), parameter in self._loaded)
+                    views, held = state.views(parameter), self.state.get(parameter, {})
+                    others = {} if parameter in self._loaded else {n: held[n] for n in held.keys() - own_entries(held)}
+                    adopt(parameter, views, held, parameter in self._loaded)
                     if run.buffer is None and "master" in views and parameter in self._loaded:
-                        # Each step compares the masters of unsharded weights, and changes those that do not round to
-                        # the weights. But loaded masters must prevail, so set the weights to the rounded masters now.
+                        # Each step compares unsharded weights with their masters, and changes every master that does
+                        # not round to its weight. Loaded masters must not change, so set the weights to the rounded
+                        # masters now.
                         run.weights.copy_(views["master"])
                     self._loaded.discard(parameter)
-                    self.state[parameter] = views
+                    self.state[parameter] = {**views, **others}
                 state.version, state.uncounted = run.weights._version, run.buffer is None
             else:
                 state.step = steps.counts[number].copy_(state.step)
@@ -348,6 +370,27 @@ class AdamOptimizer(torch.optim.Optimizer):
                     self.state[parameter]["step"] = state.step
             self._states.append(state)
         self._steps, self._active = steps, active
+        self._held = {parameter: own_entries(held) for parameter, held in self.state.items()}
+        self._values = [*chain.from_iterable(map(dict.values, self.state.values()))]
+        return True
+
+    def _is_held(self) -> bool:
+        """Return whether `self.state` still has all tensors that the optimizer has put there."""
+        # Called in every step, so first compare all values in one list, which takes a fifth of the time.
+        present = [*chain.from_iterable(map(dict.values, self.state.values()))]
+        same = len(present) == len(self._values) and all(map(is_, present, self._values))
+        return same or self._holds(self._held)
+
+    def _holds(self, parameters: Iterable[torch.Tensor]) -> bool:
+        """Return whether `self.state` still has the tensors that the optimizer has put there for some parameters.
+
+        False if the caller has replaced or removed some of them, for example to restart the moments. Entries that other
+        code has added do not matter.
+        """
+        for parameter in parameters:
+            present = self.state.get(parameter, {})
+            if any(present.get(name) is not value for name, value in self._held.get(parameter, {}).items()):
+                return False
         return True
 
     def _kind(self, parameter: torch.nn.Parameter) -> object:
@@ -384,8 +427,21 @@ class AdamOptimizer(torch.optim.Optimizer):
         full = copy_full_state(self, current_world())
         copied = self._of([copy.deepcopy(group, memo) for group in self.param_groups])
         memo[id(self)] = copied
+        copied.defaults = copy.deepcopy(self.defaults, memo)
         copied.load_state_dict(full)
         return copied
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Refuse `pickle`, `torch.save` of the optimizer itself, and `copy.copy`.
+
+        Raises:
+            TypeError: always.
+        """
+        raise TypeError(
+            f"{type(self).__name__} cannot be pickled, because its state is part of flat tensors, which several "
+            "parameters share. Save optimizer.state_dict() and load it into a new optimizer, or call bmt.save_state. "
+            "To copy the optimizer, call copy.deepcopy."
+        )
 
     def _of(self, groups: list[dict[str, Any]]) -> AdamOptimizer:
         """Create an optimizer of the same class, with moments of the same dtype, for other parameter groups.
@@ -396,25 +452,33 @@ class AdamOptimizer(torch.optim.Optimizer):
             return type(self)(groups, state_bits=8)
         return type(self)(groups, exp_avg_dtype=self._exp_avg_dtype)
 
+    def _facts(self) -> dict[str, Any]:
+        """Return {name: value} of the settings outside parameter groups, which must be equal on all ranks."""
+        return {"exp_avg_dtype": self._exp_avg_dtype}
+
     def state_dict(self, gather: bool = False) -> dict:
         """Return the state in the form of torch's AdamW, with a float32 "master" for half-precision weights.
 
+        There are three cases:
+
+        * `gather=False`, in most programs: this rank's state. Not collective. Most tensors are the optimizer's own, so
+          the next step changes them. But 8-bit moments, and the masters and second moments of bfloat16 weights on CUDA,
+          are stored in another form, and are converted to new float32 tensors in host memory.
+        * `gather=False`, in a program that uses an `accelerate.Accelerator`: the full state, in host memory on every
+          rank. Collective: every rank must call it.
+        * `gather=True`, in any program: the full state, copied to host memory, on rank 0. Other ranks get no state
+          tensors. Collective: every rank must call it. To load this state, with any number of ranks, pass rank 0's
+          result to `load_state_dict` on every rank.
+
         Args:
-            gather: which state to return, False or True.
-                False: this rank's state. The call is not collective. The tensors are the optimizer's own, which the
-                next step changes. Tensors that the optimizer stores in another form are returned as new float32 tensors
-                in host memory: 8-bit moments, and the masters and second moments of bfloat16 weights on CUDA.
-                False, in a program that uses an `accelerate.Accelerator`: the full state, in host memory on every rank.
-                Collective: every rank must call it.
-                True: the full state, copied to host memory on rank 0, and no tensors on other ranks. Collective: every
-                rank must call it. To load this state, with any number of ranks, every rank passes rank 0's result to
-                `load_state_dict`.
+            gather: True to gather the full state on rank 0; False for the first or second case.
 
         Returns:
-            {"state": {number of a parameter: {"step", "exp_avg", "exp_avg_sq" and, if any, "master"}}, "param_groups":
-            as in torch}. Except for "step", the tensors are (n,) for the n elements of the parameter on this rank. In a
-            full state, those of sharded parameters have the full shape. With `gather=True` there is also "sliced", the
-            names of the tensors that were sharded.
+            {"state": {index of a parameter: {"step", "exp_avg", "exp_avg_sq" and, if any, "master"}}, "param_groups":
+            as in torch}. Indices count the parameters of all groups, from 0. "step" is a scalar. The other tensors are
+            (n,), where n is the number of the parameter's elements on this rank (all elements, if the parameter is not
+            sharded). In a full state, the tensors of a sharded parameter have its full shape instead. With
+            `gather=True` there is also "sliced", the names of the state tensors that were sharded.
         """
         expect_flag("gather", gather)
         if gather:
@@ -451,22 +515,28 @@ class AdamOptimizer(torch.optim.Optimizer):
         return {parameter: without_codes(held) for parameter, held in self.state.items()}
 
     def load_state_dict(self, state_dict: dict) -> None:
-        """Load the state of any AdamW optimizer, in float32. (Torch's optimizers cast it to the parameters' dtype.)
+        """Load the state of any AdamW optimizer, hf_bmtrain's or torch's.
 
-        The loaded state is a copy in host memory until the next step, so that the device never stores it twice.
-        Collective: every rank must call it, because the ranks compare full states. They compare the result of
-        `state_dict(gather=True)` in this call, and any other full state in the next `step`.
+        Moments and masters are loaded in float32, whereas torch's optimizers cast them to the dtype of the parameters.
+        The state is first copied to host memory. The next `step` copies it into the optimizer's tensors on the device,
+        so the device never has two copies of it.
+
+        Collective: every rank must call it. The ranks check that they load the same full state: in this call if it is
+        the result of `state_dict(gather=True)`, otherwise in the next `step`.
 
         Args:
             state_dict: this rank's state, from its own `state_dict()`; or, on every rank, the same full state, from
-                `state_dict(gather=True)` or from torch's AdamW. Each rank takes its elements of a full state. Settings
-                that its parameter groups lack, such as "decoupled", do not change.
+                `state_dict(gather=True)` or from torch's AdamW. Each rank takes its elements of a full state. If the
+                parameter groups in `state_dict` lack a setting that torch's AdamW does not have ("hold_steps" or
+                "decoupled"), this optimizer keeps its present value.
 
         Raises:
             TypeError: `state_dict` is not a dict.
             ValueError: `state_dict` lacks "state" or "param_groups", or does not fit the parameters, or was saved with
-                `maximize` or `amsgrad`, or by an optimizer that is not AdamW. In a MuonOptimizer also: a group that
-                Muon updates was saved as one of AdamW, or the other way round. The optimizer does not change then.
+                `maximize` or `amsgrad`, or by an optimizer that is not AdamW. MuonOptimizer, a subclass, also raises
+                this if a group that Muon updates was saved as a group of AdamW, or the other way round. In all these
+                cases, this optimizer does not change. Other ranks may have loaded their states, so load a fitting state
+                on every rank before the next `step`.
             RuntimeError: the ranks pass different results of `state_dict(gather=True)`.
         """
         check_state(state_dict)
@@ -481,38 +551,48 @@ class AdamOptimizer(torch.optim.Optimizer):
         the caller must not write to them. Every rank must call it, because the next `step` compares what the ranks have
         loaded.
 
-        The weights may be loaded before or after this call, and prevail over the loaded masters: the next step first
-        sets masters that do not round to their weights to values that do. (After `load_state_dict`, the masters
-        prevail.)
+        The weights may be loaded before or after this call, and prevail over the loaded masters: if a master does not
+        round to its weight, the next step first replaces the master by a value that does. (After `load_state_dict`, the
+        masters prevail.)
 
         Args:
-            state_dict: {"state": {number of a parameter: {name: value}}, "param_groups": as in torch}.
+            state_dict: {"state": {index of a parameter, counted through all groups: {name: value}}, "param_groups": as
+                in torch}.
         """
         self._load(state_dict, copied=False)
         # In the next step, the loaded masters of parameters in `_loaded` would prevail over the weights. Here the
-        # weights must prevail: they are loaded separately, or are to stay as they are.
+        # weights must prevail: they are loaded separately, or must not change.
         self._loaded.clear()
 
     def allocate_state(self, state_dict: dict) -> dict[torch.Tensor, dict[str, torch.Tensor]]:
-        """Load step counts and parameter groups, and allocate the other state tensors.
+        """Load only the step counts and parameter groups of a saved state, and allocate tensors for the rest of it.
 
         `bmt.load_state` calls this and then reads the checkpoint into the returned tensors, so that loading needs no
         second copy of the state. The call discards the optimizer's earlier state. Every rank must call it, because the
         next `step` compares what the ranks have loaded.
 
         Args:
-            state_dict: {"state": {number of a parameter: {"step": count}}, "param_groups": as in torch}.
+            state_dict: {"state": {index of a parameter, counted through all groups: {"step": count}}, "param_groups":
+                as in torch}.
 
         Returns:
-            {parameter: {name: tensor}} for the parameters that have a step count: the optimizer's own tensors, to be
-            filled in place. Apart from "step" they are (n,) for n elements on this rank, in the form in which the
-            optimizer stores them: "exp_avg", "exp_avg_sq" and, for half-precision weights, "master", or "residual" (the
-            16-bit differences between masters and weights) for bfloat16 weights on CUDA. With `state_bits=8`, there are
-            no "exp_avg" and "exp_avg_sq". In their place are the tensors in which both moments are stored in 8 bits,
-            under names that begin with "8bit". Some of them have fewer than n elements.
+            {parameter: {name: tensor}} for the parameters that have a step count. The tensors are the optimizer's own.
+            "step" has been loaded. The caller fills the others in place. For a parameter with n elements on this rank,
+            they are:
+
+            * The moments: "exp_avg", (n,) in `exp_avg_dtype`, and "exp_avg_sq", (n,) float32. With `state_bits=8`,
+              there are four uint8 tensors instead: "8bit exp_avg" and "8bit exp_avg_sq", both (n,), and
+              "8bit exp_avg_exponents" and "8bit exp_avg_sq_exponents", both (⌈n/32⌉,).
+            * For half-precision weights, "master", (n,) float32. For bfloat16 weights on CUDA, "residual" instead,
+              (n,) int16: the differences between masters and weights.
         """
         self._load(state_dict, copied=True)
+        # `_arrange` sets unsharded weights to their loaded masters. Undo this: the caller loads the weights separately,
+        # or must not change them.
+        weights = {p: p.detach().clone() for p in self._loaded if not isinstance(p, ShardBase)}
         self._arrange([[p for p in group["params"] if p in self._loaded] for group in self.param_groups])
+        for parameter, values in weights.items():
+            parameter.detach().copy_(values)
         for state in self._states:
             # -1 makes the next step compare masters and weights, because it is not known whether the caller writes to
             # the masters, the weights, both or neither.
@@ -526,24 +606,29 @@ class AdamOptimizer(torch.optim.Optimizer):
         names = {p: {*state_dict["state"].get(key, {})} - {"step"} for key, p in zip(keys, mine)}
         groups = self.expect_state(groups, names)
         _refuse_unsupported(groups)
-        self._finish()
-        super().load_state_dict({"state": {}, "param_groups": groups})
         given = [(each, *item) for key, each in zip(keys, mine) for item in state_dict["state"].get(key, {}).items()]
-        self.loaded_facts = full_facts(given)
-        for key, parameter in zip(keys, mine):
-            for name, value in state_dict["state"].get(key, {}).items():
+        parts = []
+        # If the groups differ in number or size from this optimizer's, `super().load_state_dict` below raises an error.
+        if [len(group["params"]) for group in groups] == [len(group["params"]) for group in self.param_groups]:
+            for parameter, name, value in given:  # before anything changes, because `own_part` raises for wrong shapes
                 if not isinstance(value, torch.Tensor):  # "step" may be a number
-                    value = torch.tensor(value, device="cpu")
+                    value = torch.tensor(value, dtype=torch.float32, device="cpu")
                 dtype, own = value.dtype if name == "residual" else torch.float32, own_part(parameter, name, value)
                 own = own.part if isinstance(own, ShardBase) else own
-                self.state[parameter][name] = own.detach().to("cpu", dtype, copy=copied)
+                parts.append((parameter, name, own.detach().to("cpu", dtype, copy=copied)))
+        self._finish()
+        full_state_of(self)  # before the first step, `state_dict` must already gather what is sharded here
+        super().load_state_dict({"state": {}, "param_groups": groups})
+        self.loaded_facts = full_facts(given)
+        for parameter, name, part in parts:
+            self.state[parameter][name] = part
         self._loaded = {parameter for parameter in mine if parameter in self.state}
-        self._states, self._active = [], []
+        self._states, self._active, self._held, self._values = [], [], {}, []
 
     def expect_state(
         self, groups: list[dict[str, Any]], names: dict[torch.nn.Parameter, set[str]]
     ) -> list[dict[str, Any]]:
-        """Check that a state to load was saved by an optimizer whose state this one can continue.
+        """Check that this optimizer can continue from a saved state, before the state is loaded.
 
         Args:
             groups: the saved parameter groups.
@@ -551,10 +636,13 @@ class AdamOptimizer(torch.optim.Optimizer):
                 have no saved state, which is no error.
 
         Returns:
-            The groups with all settings of this optimizer's groups (see `_completed`).
+            Copies of the saved groups. If they lack "hold_steps" or "decoupled", which torch's AdamW does not have, the
+            copies get the values of this optimizer's groups. If the number of groups differs from this optimizer's,
+            `groups` itself is returned; loading it then raises ValueError.
 
         Raises:
-            ValueError: another optimizer has saved the state: settings or moments that this one needs are missing.
+            ValueError: a saved group lacks "lr", "betas", "eps" or "weight_decay", or the saved state of a parameter
+                lacks a moment. The state was then saved by another class of optimizer.
         """
         groups = self._completed(groups)
         for number, group in enumerate(self.param_groups):
@@ -563,8 +651,9 @@ class AdamOptimizer(torch.optim.Optimizer):
                 lacking = [name for name in needed if name not in saved]
                 if lacking and not has_codes(saved):
                     raise ValueError(
-                        f"The state has no {' and no '.join(lacking)} of a parameter in group {number}, but "
-                        f"{', '.join(sorted(saved))}: another optimizer has saved it. {START_ANEW}"
+                        f"The state of a parameter in group {number} (counted from 0) lacks {' and '.join(lacking)}, "
+                        f"and has only {', '.join(sorted(saved))}. It was saved by another class of optimizer. "
+                        f"{START_ANEW}"
                     )
         return groups
 
@@ -576,8 +665,8 @@ class AdamOptimizer(torch.optim.Optimizer):
         """Return the parameter groups of a state to load, as copies that have all settings of this optimizer's groups.
 
         The groups of torch's AdamW lack "hold_steps" and "decoupled", which therefore keep their present values. Raises
-        ValueError if a group lacks other settings. If `groups` has another length than this optimizer's groups, it is
-        returned unchanged; torch then raises ValueError.
+        ValueError if a group lacks other settings. If the number of `groups` differs from that of this optimizer's
+        groups, they are returned unchanged; torch then raises ValueError.
         """
         if len(groups) != len(self.param_groups):
             return groups
@@ -585,8 +674,8 @@ class AdamOptimizer(torch.optim.Optimizer):
             lacking = [name for name in ("lr", "betas", "eps", "weight_decay") if name not in group]
             if lacking:
                 raise ValueError(
-                    f"Parameter group {number} of the state has no {' and no '.join(lacking)}: another optimizer has "
-                    f"saved it. {START_ANEW}"
+                    f"Parameter group {number} (counted from 0) of the saved state lacks {' and '.join(lacking)}, so "
+                    f"it was saved by another class of optimizer. {START_ANEW}"
                 )
         names = ("hold_steps", "decoupled")
         return [{**{name: own[name] for name in names}, **group} for own, group in zip(self.param_groups, groups)]
@@ -597,8 +686,8 @@ def _refuse_unsupported(groups: Iterable[dict]) -> None:
     for name in ("maximize", "amsgrad"):
         if any(group.get(name) for group in groups):
             raise ValueError(
-                f"A parameter group has {name}=True, which AdamOptimizer does not support: it would train differently. "
-                f'Continue with torch.optim.AdamW, or, to train without it, set group["{name}"] = False first.'
+                f"A parameter group has {name}=True, which AdamOptimizer does not support and would ignore. "
+                f'Use torch.optim.AdamW, or set group["{name}"] = False first to train without this setting.'
             )
 
 
@@ -638,7 +727,7 @@ def as_number(name: str, value: Any) -> float:
         value: the value of the setting.
 
     Raises:
-        TypeError: `value` is neither a number nor a tensor of one element.
+        TypeError: `value` is neither a number nor a tensor of one element with a value (not on the meta device).
     """
     if isinstance(value, torch.Tensor) and value.numel() == 1 and not value.is_meta:
         value = value.item()

@@ -25,7 +25,7 @@ from ..sharding.parameter import DistributedParameter, is_part
 from ..tensors.tensor import ShardTensor
 from .adam import AdamOptimizer
 from .runs import same_members
-from .state import FullState, full_facts
+from .state import FullState, full_facts, full_state_of
 
 _log = logging.getLogger("hf_bmtrain")
 _ROWS, _COLUMNS, _CUT, _STEPS, _LR = 6, 8, 19, 3, 0.05
@@ -35,8 +35,8 @@ _PLAIN = (bool, int, float, str, type(None))
 def check(optimizer: torch.optim.Optimizer) -> FullState | None:
     """Check that `optimizer` can step over its sharded parameters, if it has any. Collective: every rank must call it.
 
-    The hook of `install` calls this before the optimizer's first step, and again before the next step after the
-    optimizer's parameters have changed or more parameters were sharded.
+    The hook that `install` registers calls this before the optimizer's first step. Later, it calls this before a step
+    only if the optimizer's parameters have changed, or more parameters were sharded, since the last call.
 
     Returns:
         The optimizer's FullState, which gathers and shards its state dicts; None if it has no sharded parameter.
@@ -54,17 +54,18 @@ def check(optimizer: torch.optim.Optimizer) -> FullState | None:
             f"{len(parameters)}). They are not in the model any more, so updating them would train nothing. Create the "
             "optimizer after auto_wrap, from model.parameters()."
         )
-    known = getattr(optimizer, "full_state", None)
     slices = [p for p in parameters if isinstance(p, DistributedParameter)]
-    if slices:
-        world = current_world()
-        world.check_same_on_all_ranks("optimizer.step", _facts(optimizer, world))
-        _check_averaged(optimizer, [p for p in parameters if not isinstance(p, DistributedParameter)])
-    if known is None and slices:
+    full_state = full_state_of(optimizer)
+    if not slices or full_state is None:
+        return full_state
+    world = current_world()
+    world.check_same_on_all_ranks("optimizer.step", _facts(optimizer, world))
+    _check_averaged(optimizer, [p for p in parameters if not isinstance(p, DistributedParameter)])
+    if not full_state.is_checked:
         if type(optimizer).__module__.split(".")[0] != __name__.split(".")[0]:  # our own optimizers are known to work
             _check_element_wise(optimizer, slices[0].device)
-        known = optimizer.full_state = FullState(optimizer)  # pyright: ignore[reportAttributeAccessIssue]
-    return known
+        full_state.is_checked = True
+    return full_state
 
 
 def _check_averaged(optimizer: torch.optim.Optimizer, ordinary: Sequence[torch.nn.Parameter]) -> None:
@@ -82,7 +83,7 @@ def _check_averaged(optimizer: torch.optim.Optimizer, ordinary: Sequence[torch.n
     everyone = world.gather_objects(gradients)
     if any(other != gradients for other in everyone):
         raise RuntimeError(
-            f"{type(optimizer).__name__} has {len(ordinary)} ordinary parameters that are not sharded (the first has "
+            f"{type(optimizer).__name__} has {len(ordinary)} parameters that are not sharded (the first has "
             f"shape {tuple(ordinary[0].shape)}). Their gradients differ between the ranks, because nothing averages "
             "them. Pass the outermost model, which contains them too, to auto_wrap, or average their gradients "
             "before step()."
@@ -129,12 +130,19 @@ def install() -> Callable[[], None]:
 
     This function makes two changes:
 
-    * It registers a hook, which torch calls before each step of every optimizer in this process. Before the first step,
-      and again after the optimizer's parameters have changed or more parameters were sharded, the hook calls `check`:
-      it raises an error if the optimizer would not train its parameters correctly, or differs between ranks. In every
-      step, the hook records the optimizer's settings, which the ranks compare. If `optimizer.load_state_dict` was
-      called since the last step, the hook checks that full tensors in the loaded state are the same on all ranks, and
-      replaces them by this rank's elements. (An AdamOptimizer has replaced them already.)
+    * It registers a hook, which torch calls before each step of every optimizer in this process. The hook does the
+      following:
+
+      * Before the optimizer's first step, and again after its parameters have changed or more parameters were sharded,
+        it calls `check`, which raises an error if the optimizer would not train its parameters correctly, or differs
+        between ranks.
+      * Before each step of an optimizer with sharded parameters, it writes the learning rate, and every other numeric
+        setting that has changed, to the collective log. The ranks compare their logs, and so find differences between
+        their settings. (Tensors on a GPU are not written, because the host would have to wait for them.)
+      * Before the first step after `optimizer.load_state_dict`, it checks that full tensors in the loaded state are the
+        same on all ranks, and replaces them by this rank's elements. (`AdamOptimizer.load_state_dict` has already
+        replaced them.)
+
     * It enables `foreach` for sharded parameters: torch's optimizers then pass lists of parameters to functions such as
       `torch._foreach_add_`, instead of updating the parameters one by one, which is slower.
 
@@ -167,7 +175,7 @@ def _facts(optimizer: Any, world: World) -> dict[str, Any]:
     facts: dict[str, Any] = {"class": type(optimizer).__qualname__, "number of parameter groups": len(groups)}
     facts["has state"] = bool(optimizer.state)
     if isinstance(optimizer, AdamOptimizer):
-        facts["exp_avg_dtype"] = optimizer._exp_avg_dtype
+        facts |= optimizer._facts()
     for number, group in enumerate(groups):
         for name, value in group.items():
             if _is_plain(value) or (isinstance(value, torch.Tensor) and value.numel() == 1):
@@ -228,7 +236,7 @@ class _NotedOptions:
 
 
 def _check_element_wise(optimizer: torch.optim.Optimizer, device: torch.device) -> None:
-    """Raise TypeError if `optimizer` would compute other updates for sharded parameters than for full ones.
+    """Raise TypeError if `optimizer` would compute different updates for sharded parameters than for full ones.
 
     Collective: every rank must call it. For each parameter group, there are two trials, in which new optimizers of the
     same class make a few steps on a small matrix. Their updates must equal those of one optimizer for the full matrix.
@@ -293,7 +301,7 @@ def _check_element_wise(optimizer: torch.optim.Optimizer, device: torch.device) 
 
 
 def _difference(move: Callable[[], torch.Tensor], expected: torch.Tensor) -> str | None:
-    """Run a trial of an optimizer. Return None if the result equals `expected`, otherwise a text about the difference.
+    """Run a trial of an optimizer. Return None if the result equals `expected`, otherwise describe the difference.
 
     A trial updates a small matrix, to find out whether the optimizer can update sharded parameters.
 
@@ -370,8 +378,8 @@ def _train(optimizer: Any, group: dict, parameter: torch.nn.Parameter, gradients
     anything = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in accepted.values())
     given = {name: value for name, value in optimizer.defaults.items() if anything or name in accepted}
     twin: Any = type(optimizer)([options], **given)
-    # Set the values that `_before_step` stores after a check: the number of flat buffers, the parameters of each group,
-    # and the objects that record options for the comparison of ranks (none). So the steps of `twin` are not checked.
+    # Make `_before_step` treat `twin` as already checked. `checked` contains the number of flat buffers, the parameters
+    # of each group, and the objects that record each group's options so that ranks can compare them (here, none).
     twin.checked = current_world().buffers.made, [[parameter]], []
     if callable(train := getattr(twin, "train", None)):  # schedule-free optimizers require this call before a step
         train()
@@ -379,6 +387,6 @@ def _train(optimizer: Any, group: dict, parameter: torch.nn.Parameter, gradients
     for gradient in gradients:
         parameter.grad = gradient
         if closure is not None and closure.default is inspect.Parameter.empty:
-            twin.step(lambda: torch.zeros((), device=parameter.device))
+            twin.step(lambda: torch.zeros((), dtype=torch.float32, device=parameter.device))
         else:
             twin.step()

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable
+from itertools import chain
 from typing import Any
 
 import torch
 
 from ..base.arguments import expect_flag, expect_kind, expect_number, expect_tensor
 from ..base.checksums import checksums, find_differences
-from ..base.torch_internals import amp_update_scale_, foreach_div_, foreach_mul_, foreach_norm
+from ..base.torch_internals import WithoutTorchFunction, amp_update_scale_, foreach_div_, foreach_mul_, foreach_norm
 from ..comm.agreement import contents
 from ..comm.collective_log import value_code
-from ..comm.communicator import Communicator
+from ..comm.communicator import Communicator, all_reduce_largest
 from ..ops.grad_norm import accumulate_squared_norm, as_real
 from ..runtime.world import current_world
 from ..sharding.parameter import DistributedParameter
@@ -24,12 +25,17 @@ from .state import load_state, save_state
 
 _CHECKSUMS = "checksums"
 """The key of the checksums in a saved state. `load_state_dict` verifies the other entries with them."""
+_Seen = dict[torch.nn.Parameter, tuple[weakref.ref[torch.Tensor], int]]
+"""{parameter: (its `.grad`, torch's version counter of this `.grad`)} at some time, by which later changes are found.
+
+The references are weak, so that the memory of gradients is free once the user has set every `.grad` to None.
+"""
 
 
 class OptimManager:
-    """Steps several optimizers and their schedulers, with loss scaling and gradient clipping, and skips inf and nan.
+    """Steps several optimizers and their schedulers, with loss scaling and gradient clipping.
 
-    If a gradient is inf or nan, the step is skipped: neither optimizers nor schedulers step, and the gradients are
+    A step whose gradients contain inf or nan is skipped: neither optimizers nor schedulers step, and the gradients are
     dropped. The loss scale, if there is one, is divided by `loss_scale_factor`, but not below `min_loss_scale`. One
     line in the log "hf_bmtrain" names, as far as they are known, the block, the parameter and the rank of the inf or
     nan. With a loss scale, skipped steps are normal. They are logged at INFO, and every eighth in a row as a warning.
@@ -42,8 +48,8 @@ class OptimManager:
 
     Args:
         loss_scale: the initial loss scale, for float16. A power of two adds no rounding. None for no scaling.
-        loss_scale_factor: the factor by which the scale grows and shrinks. None uses the value of `init_distributed`,
-            which is 2 by default.
+        loss_scale_factor: the factor by which the scale grows and shrinks. A number below 1 stands for its reciprocal,
+            as in BMTrain. None uses the value of `init_distributed`, which is 2 by default.
         loss_scale_steps: the number of steps in a row without overflow after which the scale grows. None uses the value
             of `init_distributed`, which is 1024 by default.
         min_loss_scale: the minimum loss scale.
@@ -51,8 +57,9 @@ class OptimManager:
         grad_scale: the number by which the sum of the ranks' gradients is divided. None uses the number of ranks, which
             gives the mean.
         max_skipped_steps: the number of skipped steps in a row after which `step` or, on a GPU, the call that ends the
-            step (usually the next `backward`) raises RuntimeError. With a loss scale, a skipped step counts only if the
-            step before it was skipped too and left the scale at its minimum. None for no limit.
+            step (usually the next `backward`) raises RuntimeError. With a loss scale, steps that are skipped while the
+            scale can still be lowered do not count: in each series of skipped steps, counting starts after the first
+            one that leaves the scale at its minimum. None for no limit.
 
     Raises:
         TypeError, ValueError: an argument has the wrong type or is out of range.
@@ -87,8 +94,8 @@ class OptimManager:
         wanted = f"at least min_loss_scale, {min_loss_scale}"
         expect_number("max_loss_scale", max_loss_scale, wanted, lambda scale: scale >= min_loss_scale)
         if loss_scale_factor is not None:
-            wanted = "at least 1 and finite"
-            expect_number("loss_scale_factor", loss_scale_factor, wanted, lambda x: 1 <= x < float("inf"))
+            expect_number("loss_scale_factor", loss_scale_factor, "above 0 and finite", lambda x: 0 < x < float("inf"))
+            loss_scale_factor = max(loss_scale_factor, 1 / loss_scale_factor)
         if loss_scale_steps is not None:
             expect_number("loss_scale_steps", loss_scale_steps, "at least 1", lambda steps: steps >= 1, integer=True)
         self.grad_scale = world.size if grad_scale is None else grad_scale
@@ -96,25 +103,29 @@ class OptimManager:
         # divided by `grad_scale`.
         self._mean_scale = world.size / self.grad_scale
         self._device, self._reduce = world.device, world.shard_group
-        self._factor = world.loss_scale_factor if loss_scale_factor is None else loss_scale_factor
-        self._interval = world.loss_scale_steps if loss_scale_steps is None else loss_scale_steps
+        self.loss_scale_factor = world.loss_scale_factor if loss_scale_factor is None else loss_scale_factor
+        self.loss_scale_steps = world.loss_scale_steps if loss_scale_steps is None else loss_scale_steps
         self._bounds = min_loss_scale, max_loss_scale
         self._scale: torch.Tensor | None = None
         if loss_scale is not None:
             self._scale = torch.tensor(loss_scale, dtype=torch.float32, device=self._device)
         self._clean_steps = torch.zeros((), dtype=torch.int32, device=self._device)
         # For the next step:
-        self._clips: dict[torch.optim.Optimizer, torch.Tensor] = {}  # clip factors that are applied in the update
-        self._checked: set[torch.nn.Parameter] = set()  # parameters whose gradients were searched for inf and nan
+        # Clip factors that are applied in the update, each with the gradients that it was computed for.
+        self._clips: dict[torch.optim.Optimizer, tuple[torch.Tensor, _Seen]] = {}
+        self._checked: _Seen = {}  # gradients that were searched for inf and nan
         self._found_inf = torch.zeros(1, dtype=torch.float32, device=self._device)  # 1 if inf or nan was found
+        # The gradients that optimizers have used in a step that another optimizer has ended by an error. If that step
+        # is repeated, these optimizers must not use them a second time.
+        self._updated: dict[torch.optim.Optimizer, _Seen] = {}
         # From the last step:
         self._skipped: HostFlag | None = None  # the skip flag, until the host has read it
-        self._updated_in_backward = False  # whether an optimizer updated weights during the backward already
+        self._updated_in_backward = False  # whether an optimizer has already updated weights during the backward
         # The gradients that the last step used, with their version counters. If the host learns later that this step
-        # was skipped, `_end_last_step` drops them: it sets `.grad` to None where it is still the same, unmodified
-        # tensor. A `.grad` that was replaced or written since belongs to a later backward, and is kept. The references
-        # are weak, so that the memory of gradients is free once the user has set every `.grad` to None.
-        self._used: dict[torch.nn.Parameter, tuple[weakref.ref[torch.Tensor], int]] = {}
+        # was skipped, `_end_last_step` drops them: it sets each `.grad` that is still the same, unmodified tensor to
+        # None. A `.grad` that was replaced or written since belongs to a later backward, and is kept.
+        self._used: _Seen = {}
+        self._parameters: list[torch.nn.Parameter] = []  # those that the optimizers had then; more may have been added
         self._skips = SkippedSteps(max_skipped_steps)
         self._steps = 0  # the number of steps so far, including those that were skipped
         self.optimizers: list[torch.optim.Optimizer] = []
@@ -125,8 +136,9 @@ class OptimManager:
     def loss_scale(self) -> float:
         """The current loss scale, or 1 if there is none. Reading it makes the host wait for the device.
 
-        To set another scale, assign a positive number, on every rank. This ends the previous step. If there is no loss
-        scale, a number other than 1 starts loss scaling.
+        To change the scale, assign a positive number, on every rank. The previous step is completed first: the
+        schedulers advance or, if the step was skipped, its gradients are dropped. If there is no loss scale, assigning
+        a number other than 1 starts loss scaling.
         """
         return 1.0 if self._scale is None else float(self._scale)
 
@@ -144,8 +156,16 @@ class OptimManager:
                     optimizer.loss_scale = self._scale
 
     @property
+    def steps_since_last_scale(self) -> int:
+        """The number of steps without overflow since the loss scale last changed. Reading it waits for the device."""
+        return int(self._clean_steps)
+
+    @property
     def loss_scale_enabled(self) -> bool:
-        """Whether losses are multiplied by a loss scale, which every step adapts."""
+        """Whether losses are multiplied by a loss scale.
+
+        If so, `step` lowers it after an overflow, and raises it after `loss_scale_steps` steps without one.
+        """
         return self._scale is not None
 
     @property
@@ -165,11 +185,12 @@ class OptimManager:
 
         Raises:
             TypeError: `optimizer` has no `step()` or no `param_groups`, or `lr_scheduler` has no `step()`.
-            ValueError: the optimizer was added before, or was created before its model was sharded, so that its steps
+            ValueError: the optimizer was added before; or it was created before its model was sharded, so its steps
                 would have no effect.
         """
         if isinstance(optimizer, type) or not all(hasattr(optimizer, name) for name in ("param_groups", "step")):
-            raise TypeError(f"optimizer must be a torch.optim.Optimizer, got type {type(optimizer).__name__}")
+            given = f"the class {optimizer.__name__}" if isinstance(optimizer, type) else type(optimizer).__name__
+            raise TypeError(f"optimizer must be a torch.optim.Optimizer, got {given}")
         if any(optimizer is each for each in self.optimizers):
             raise ValueError(
                 f"optimizer: this {type(optimizer).__name__} was added before, and would step twice. Call "
@@ -202,7 +223,7 @@ class OptimManager:
             self._skips.look(self._steps, self._last_gradients())
         for optimizer in self.optimizers:
             optimizer.zero_grad(set_to_none=set_to_none)
-        self._clips.clear()  # they were for the old gradients
+        self._forget_norms()  # they are those of the old gradients
         self._used = {}
 
     def backward(self, loss: torch.Tensor | None = None) -> None:
@@ -220,9 +241,9 @@ class OptimManager:
             TypeError: `loss` is not a tensor.
             ValueError: `loss` is None, does not have one element, or does not require a gradient.
             RuntimeError: the previous step was skipped because a gradient was inf or nan, and training cannot go on:
-                either `max_skipped_steps` steps in a row have been skipped, or `update_in_backward` had already applied
-                the inf or nan to the weights. (On a GPU, this is found only now, because the host did not wait for the
-                device in `step`.)
+                either `max_skipped_steps` steps in a row have been skipped, or an AdamOffloadOptimizer had already
+                applied the inf or nan to the weights, because the backward ran in its `update_in_backward()`. (On a
+                GPU, this is found only now, because the host did not wait for the device in `step`.)
         """
         if loss is None:
             raise ValueError("backward() needs the loss. Call manager.backward(loss).")
@@ -238,18 +259,22 @@ class OptimManager:
         loss = self.scale_loss(loss)
         try:
             loss.backward()
-        except torch.OutOfMemoryError as error:
-            current_world().schedule.explain_shortage(error)
+        except BaseException as error:
+            # The divisions in `_update` are no writes of the user: a repeated step need not search these gradients
+            # again. (Otherwise ranks on which different optimizers failed would issue different collectives.)
+            self._checked = _see([p for p in self._checked if p.grad is not None])
+            if isinstance(error, torch.OutOfMemoryError):
+                current_world().schedule.explain_shortage(error)
             raise
 
     def scale_loss(self, loss: torch.Tensor) -> torch.Tensor:
         """Return the loss times the loss scale, for code that calls `backward()` itself.
 
-        `OptimManager.backward(loss)` is the same as `OptimManager.scale_loss(loss).backward()`, with checks of the
-        loss. Collective: every rank must call it. On a GPU, this call ends the previous step, and if that step was
-        skipped, the ranks exchange messages to find which gradient was inf or nan.
+        `OptimManager.backward(loss)` first checks the loss, and then does the same as
+        `OptimManager.scale_loss(loss).backward()`. Collective: every rank must call it. On a GPU, this call ends the
+        previous step, and if that step was skipped, the ranks exchange messages to find which gradient was inf or nan.
 
-        The loss is also multiplied by (number of ranks) / `grad_scale`, with the argument `grad_scale` of OptimManager.
+        If OptimManager was created with `grad_scale`, the loss is also multiplied by (number of ranks) / `grad_scale`.
         Backward averages the gradients over the ranks. With this factor, the mean equals the sum of the ranks'
         gradients divided by `grad_scale`. `step` divides the gradients by the loss scale, but not by this factor.
 
@@ -257,15 +282,15 @@ class OptimManager:
             loss: this rank's loss.
 
         Returns:
-            A float32 tensor of the shape of `loss`; or `loss` itself, if there is no loss scale and the other factor
-            is 1.
+            A float32 tensor of the shape of `loss`; or `loss` itself, if there is no loss scale and `grad_scale` is
+            the number of ranks.
 
         Raises:
             TypeError: `loss` is not a tensor.
             RuntimeError: the previous step was skipped because a gradient was inf or nan, and training cannot go on:
-                either `max_skipped_steps` steps in a row have been skipped, or `update_in_backward` had already applied
-                the inf or nan to the weights. (On a GPU, this is found only now, because the host did not wait for the
-                device in `step`.)
+                either `max_skipped_steps` steps in a row have been skipped, or an AdamOffloadOptimizer had already
+                applied the inf or nan to the weights, because the backward ran in its `update_in_backward()`. (On a
+                GPU, this is found only now, because the host did not wait for the device in `step`.)
         """
         if not isinstance(loss, torch.Tensor):
             expect_tensor("loss", loss)
@@ -285,12 +310,19 @@ class OptimManager:
     ) -> torch.Tensor:
         """Clip the gradients in `param_groups` by their common norm over all ranks, between backward and `step`.
 
-        Collective: every rank must call it. As with torch.nn.utils.clip_grad_norm_, gradients are multiplied by
-        max_norm / (norm + eps) if this factor is below 1. The norm is that of the full gradients, without the loss
-        scale. If `param_groups` contains all parameters of an added optimizer that have a gradient, their `.grad` does
-        not change here: `step` applies the factor in the update. (If `backward` or `scale_loss` is called before
-        `step`, it first multiplies these `.grad` by the factor, because it will add gradients to them.) All other
-        gradients are multiplied in place here.
+        Collective: every rank must call it. As with torch.nn.utils.clip_grad_norm_, gradients are multiplied by the
+        factor max_norm / (norm + eps) if it is below 1. The norm is that of the full gradients, divided by the loss
+        scale. If it is inf or nan, the gradients do not change.
+
+        Usually `.grad` does not change in this call, because `step` applies the factor:
+
+        * If `param_groups` contains all parameters of an added optimizer that have a gradient, `step` multiplies their
+          gradients by the factor. If `backward`, `scale_loss`, or `clip_grad_norm` for some of these parameters is
+          called before `step`, that call multiplies their `.grad` by the factor first. A `.grad` that is set or
+          replaced after this call is not multiplied. Whatever is written or added to a `.grad` in place is multiplied
+          with it: before the `loss.backward()` of another loss, call `scale_loss`.
+        * All other gradients in `param_groups`, or all of them if `max_norm` is 0 or a tensor, are multiplied in place
+          here.
 
         Args:
             param_groups: `optimizer.param_groups`, or a list of dicts with "params".
@@ -301,11 +333,11 @@ class OptimManager:
 
         Returns:
             The norm before clipping, a float32 scalar on the device. Reading its value waits for the device. If it is
-            inf or nan, `step` is skipped.
+            inf or nan, `step` is skipped, unless the inf or nan is dropped, replaced or overwritten first.
 
         Raises:
-            RuntimeError: an optimizer has already used the gradients during the backward, because of
-                `update_in_backward`.
+            RuntimeError: the AdamOffloadOptimizer of some of these parameters has already used gradients for updates,
+                because the backward ran in its `update_in_backward()`.
             TypeError, ValueError: an argument has the wrong type or is out of range.
         """
         param_groups = list(param_groups) if isinstance(param_groups, Iterable) else param_groups
@@ -315,10 +347,11 @@ class OptimManager:
         own = {optimizer: _with_gradient(optimizer) for optimizer in self.optimizers}
         if any(_updated_in_backward(optimizer) and not chosen.isdisjoint(own[optimizer]) for optimizer in own):
             raise RuntimeError(
-                "clip_grad_norm cannot be combined with update_in_backward(), because these gradients were used during "
-                "the backward already, before they could be clipped. Remove one of the two calls. To get the norm "
-                "without clipping, pass the gradients to torch.nn.utils.get_total_norm."
+                "clip_grad_norm cannot be combined with update_in_backward(), because the optimizer used these "
+                "gradients during the backward, before they could be clipped. Remove one of the two calls. To get the "
+                "norm without clipping, pass the gradients to torch.nn.utils.get_total_norm."
             )
+        self._forget_changed()
         # If an earlier call in this step has left a clip factor for these gradients, apply it now, because the norm
         # computed next must be that of the clipped gradients.
         for optimizer in list(self._clips):
@@ -331,15 +364,16 @@ class OptimManager:
         norm = self._check(parameters, float(norm_type))
         if self._scale is not None:
             norm = norm / self._scale
-        factor = (max_norm / (norm + eps)).clamp_(max=1.0)
+        # If the norm is inf or nan, the step is skipped. The factor is then 1, so that it spoils no other gradients.
+        factor = torch.where(norm.isfinite(), (max_norm / (norm + eps)).clamp_(max=1.0), 1.0)
         in_updates: set[torch.nn.Parameter] = set()
+        # `step` divides by the factor's reciprocal, which is inf if `max_norm` is 0. The host does not read a tensor.
+        deferred = not isinstance(max_norm, torch.Tensor) and max_norm > 0
         for optimizer, members in own.items():
-            if chosen.issuperset(members):
-                self._clips[optimizer] = factor
+            if deferred and members and chosen.issuperset(members):
+                self._clips[optimizer] = factor, {parameter: self._checked[parameter] for parameter in members}
                 in_updates.update(members)
-        rest = [p.grad for p in parameters if p not in in_updates and p.grad is not None]
-        if rest:
-            foreach_mul_(rest, factor)
+        self._multiply([p for p in parameters if p not in in_updates], factor)
         return norm
 
     @torch.no_grad()
@@ -354,12 +388,17 @@ class OptimManager:
         Call `zero_grad` after each step, before the next `backward`. Otherwise that backward adds its gradients to the
         old ones, because only a skipped step drops its gradients by itself.
 
+        If an optimizer raises an error, the same one on every rank, the program can call `step` again: optimizers that
+        have made this step do not make it twice.
+
         Raises:
-            RuntimeError: there is no optimizer; or the ranks' managers differ in `grad_scale`, the settings of the loss
-                scale, or the classes of optimizers and schedulers. Or a step was skipped because a gradient was inf or
-                nan, and training cannot go on: either `max_skipped_steps` steps in a row have been skipped, or
-                `update_in_backward` had already applied the inf or nan to the weights. On the CPU this is the present
-                step. On a GPU it is the previous one, if no other call has ended it before.
+            RuntimeError: there is no optimizer; or the ranks' managers differ in `grad_scale`, `max_skipped_steps`, the
+                settings of the loss scale, or the classes of optimizers and schedulers. Or a step was skipped because a
+                gradient was inf or nan, and training cannot go on: either `max_skipped_steps` steps in a row have been
+                skipped, or an AdamOffloadOptimizer had already applied the inf or nan to the weights, because the
+                backward ran in its `update_in_backward()`. On the CPU, the skipped step is that of this call. On a GPU,
+                it is the previous step, but usually an earlier call, such as `backward`, has already ended that step
+                and raised the error.
         """
         if not self.optimizers:
             raise RuntimeError("OptimManager has no optimizer. Call add_optimizer first.")
@@ -368,28 +407,42 @@ class OptimManager:
         if self._compared != len(self.optimizers):
             self._compare()
         # 2. Search all gradients for inf and nan, except those that `clip_grad_norm` has searched already.
-        unchecked = [p for o in self.optimizers for p in _with_gradient(o) if p not in self._checked]
+        own = {optimizer: _with_gradient(optimizer) for optimizer in self.optimizers}
+        for optimizer in list(self._clips):
+            if len(_unreplaced(own[optimizer], self._clips[optimizer][1])) < len(own[optimizer]):
+                self._clip_now(optimizer)  # the factor is not for all gradients of this optimizer
+        self._forget_changed()
+        unchecked = [p for members in own.values() for p in members if p not in self._checked]
         self._updated_in_backward = any(_updated_in_backward(o) for o in self.optimizers)
         if unchecked:
             self._check(unchecked, 2.0)
         # 3. Update the weights. The skip flag is on the device, where AdamOptimizer reads it.
         try:
-            for optimizer in self.optimizers:
-                self._update(optimizer)
+            for optimizer, members in own.items():
+                done = self._updated.get(optimizer)
+                if done is None or len(_unreplaced(members, done)) < len(members):
+                    self._update(optimizer)
+                    self._updated[optimizer] = _see(_with_gradient(optimizer))
         except torch.OutOfMemoryError as error:
             current_world().schedule.explain_shortage(error)
             raise
         # 4. Adapt the loss scale.
         if self._scale is not None:
             amp_update_scale_(
-                self._scale, self._clean_steps, self._found_inf, self._factor, 1 / self._factor, self._interval
+                self._scale,
+                self._clean_steps,
+                self._found_inf,
+                self.loss_scale_factor,
+                1 / self.loss_scale_factor,
+                self.loss_scale_steps,
             )
             self._scale.clamp_(*self._bounds)
-        # 5. Start to copy the skip flag to the host, which reads it in the next `backward` or `step`. (On the CPU, at
-        # the end of this step.)
+        # 5. Start to copy the skip flag to the host, which reads it when the step ends: usually in the next `backward`
+        # or, on the CPU, below.
         self._skipped = HostFlag(self._found_inf)
-        seen = gradient_versions(p for o in self.optimizers for p in _with_gradient(o))
-        self._used = {parameter: (weakref.ref(gradient), version) for parameter, (gradient, version) in seen.items()}
+        self._parameters = [p for o in self.optimizers for group in o.param_groups for p in group["params"]]
+        updated = list(self._updated.values())
+        self._used = updated[0] if len(updated) == 1 else dict(chain.from_iterable(map(dict.items, updated)))
         self._steps += 1
         for observer in current_world().schedule.observers.end_step:
             observer.end_step(self)
@@ -403,8 +456,8 @@ class OptimManager:
         Collective: every rank must call it.
         """
         facts: dict[str, Any] = {"loss_scale": self.loss_scale_enabled and self.loss_scale}
-        facts |= {"loss_scale_factor": self._factor, "loss_scale_steps": self._interval, "bounds": self._bounds}
-        facts |= {"grad_scale": self.grad_scale}
+        facts |= {"loss_scale_factor": self.loss_scale_factor, "loss_scale_steps": self.loss_scale_steps}
+        facts |= {"bounds": self._bounds, "grad_scale": self.grad_scale, "max_skipped_steps": self._skips.limit}
         for number, (optimizer, scheduler) in enumerate(zip(self.optimizers, self.schedulers)):
             facts[f"optimizer {number}"] = type(optimizer).__qualname__
             facts[f"scheduler {number}"] = type(scheduler).__qualname__
@@ -415,7 +468,7 @@ class OptimManager:
         # divisor: the number by which the gradients of this optimizer are divided; None for 1.
         clip, divisor = self._clips.get(optimizer), self._scale
         if clip is not None:
-            divisor = clip.reciprocal() if divisor is None else divisor / clip
+            divisor = clip[0].reciprocal() if divisor is None else divisor / clip[0]
         if isinstance(optimizer, AdamOptimizer):
             optimizer.grad_scale, optimizer.found_inf = divisor, self._found_inf
             try:
@@ -424,9 +477,18 @@ class OptimManager:
                 del optimizer.grad_scale, optimizer.found_inf
         elif not self._found_inf.item():
             gradients = [p.grad for p in _with_gradient(optimizer)]
-            if gradients and divisor is not None:
-                foreach_div_(gradients, divisor)
-            optimizer.step()
+            if not gradients or divisor is None:
+                optimizer.step()
+                return
+            # Divide by a number, not by a tensor: torch would convert a tensor on a GPU to the dtype of the gradients,
+            # and 65536, a usual loss scale, is inf in float16. The host has just waited for the device anyway.
+            number = divisor.item()
+            foreach_div_(gradients, number)
+            try:
+                optimizer.step()
+            except BaseException:
+                foreach_mul_(gradients, number)  # a repeated step divides them again
+                raise
 
     def _check(self, parameters: list, order: float) -> torch.Tensor:
         """Return the norm of the parameters' gradients over all ranks. If it is inf or nan, set the skip flag.
@@ -438,19 +500,35 @@ class OptimManager:
         """
         norm = global_norm(parameters, order, self._reduce, self._device)
         torch.maximum(self._found_inf, norm.isfinite().logical_not().float(), out=self._found_inf)
-        self._checked.update(parameters)
+        self._checked.update(_see(parameters))
         return norm.float()
 
     def _clip_now(self, optimizer: torch.optim.Optimizer) -> None:
-        """Multiply the gradients of an optimizer by the clip factor that its next step would have applied."""
-        factor, gradients = self._clips.pop(optimizer), [p.grad for p in _with_gradient(optimizer)]
-        if gradients:
-            foreach_mul_(gradients, factor)
+        """Multiply the gradients of an optimizer by the clip factor that its next step would have applied.
+
+        Gradients that were set or replaced after the factor was computed are not multiplied.
+        """
+        factor, clipped = self._clips.pop(optimizer)
+        self._multiply(_unreplaced(_with_gradient(optimizer), clipped), factor)
+
+    def _multiply(self, parameters: list, factor: torch.Tensor) -> None:
+        """Multiply the parameters' `.grad` in place. Gradients that were searched for inf and nan count as searched."""
+        if parameters:
+            checked = _unwritten(self._checked)
+            foreach_mul_([p.grad for p in parameters], factor)
+            self._checked.update(_see(checked))
+
+    def _forget_changed(self) -> None:
+        """Let `step` search all gradients for inf and nan, if one that was searched was dropped or written since."""
+        if len(_unwritten(self._checked)) < len(self._checked):
+            self._checked.clear()
+            self._found_inf.zero_()
 
     def _forget_norms(self) -> None:
         self._clips.clear()
         self._checked.clear()
         self._found_inf.zero_()
+        self._updated.clear()
 
     # -- checkpoints --------------------------------------------------------------------------------------------
 
@@ -495,15 +573,15 @@ class OptimManager:
 
         Raises:
             RuntimeError: the previous step was skipped because a gradient was inf or nan, and training cannot go on:
-                either `max_skipped_steps` steps in a row have been skipped, or `update_in_backward` had already applied
-                the inf or nan to the weights. (On a GPU, this is found only now, because the host did not wait for the
-                device in `step`.)
+                either `max_skipped_steps` steps in a row have been skipped, or an AdamOffloadOptimizer had already
+                applied the inf or nan to the weights, because the backward ran in its `update_in_backward()`. (On a
+                GPU, this is found only now, because the host did not wait for the device in `step`.)
         """
         self._end_last_step()
         return {
             "lr_schedulers": [None if s is None else s.state_dict() for s in self.schedulers],
             "loss_scale": None if self._scale is None else self.loss_scale,
-            "clean_steps": int(self._clean_steps),
+            "clean_steps": self.steps_since_last_scale,
         }
 
     def load_state_dict(self, state_dict: dict[str, Any], gather_opt: bool | None = None) -> None:
@@ -515,8 +593,8 @@ class OptimManager:
         case, load a state that fits before you continue training.
 
         Args:
-            state_dict: with gather_opt=False, the result of `state_dict` on this rank; with gather_opt=True, that of
-                rank 0, on every rank. Remove its entry "checksums" if you have changed values in it.
+            state_dict: with gather_opt=False, the result of `state_dict` on this rank; with gather_opt=True, the result
+                on rank 0, which every rank must pass. Remove the entry "checksums" if you have changed other values.
             gather_opt: the value with which the state was saved; None accepts both.
 
         Raises:
@@ -558,22 +636,22 @@ class OptimManager:
             state: the result of `own_state` or `state_dict` of the manager that was saved.
 
         Raises:
-            ValueError: the saved manager had another number of optimizers, an optimizer had a scheduler then but has
-                none now (or the reverse), or only one of the two managers has a loss scale.
+            ValueError: the two managers differ in the number of optimizers, in which optimizers have a scheduler, or in
+                whether there is a loss scale.
         """
         schedulers = state["lr_schedulers"]
         theirs, mine = ([scheduler is not None for scheduler in each] for each in (schedulers, self.schedulers))
         if theirs != mine:
             raise ValueError(
-                f"the saved state is of {len(theirs)} optimizers (whether each has a scheduler: {theirs}), but this "
-                f"manager has {len(mine)} optimizers (whether each has a scheduler: {mine}). Before loading, call "
-                "add_optimizer for the same optimizers and schedulers, in the same order."
+                f"the saved manager had {len(theirs)} optimizers (whether each had a scheduler: {theirs}), but this "
+                f"one has {len(mine)} (whether each has a scheduler: {mine}). Before loading, call add_optimizer for "
+                "the same optimizers and schedulers, in the same order."
             )
         scale = None if self._scale is None else self.loss_scale
         if (state["loss_scale"] is None) != (scale is None):
             raise ValueError(
                 f"the state was saved with loss_scale {state['loss_scale']}, but this manager has loss_scale {scale}. "
-                "Create the OptimManager with a loss_scale in both cases, or with None in both."
+                "Create this OptimManager with loss_scale=None if the saved one had None, otherwise with a loss_scale."
             )
 
     def load_own_state(self, state: dict[str, Any]) -> None:
@@ -587,13 +665,13 @@ class OptimManager:
             state: the result of `own_state`.
 
         Raises:
-            ValueError: the saved manager had another number of optimizers, schedulers for other optimizers, or a loss
-                scale if this one has none (or the reverse). Nothing is loaded then. Or a scheduler rejects its state;
-                the schedulers before it have already been loaded.
+            ValueError: this manager and the saved one differ in the number of optimizers, in which optimizers have a
+                scheduler, or in whether there is a loss scale. Nothing is loaded then. Or a scheduler rejects its
+                state; the schedulers before it have already been loaded.
             RuntimeError: the previous step was skipped because a gradient was inf or nan, and training cannot go on:
-                either `max_skipped_steps` steps in a row have been skipped, or `update_in_backward` had already applied
-                the inf or nan to the weights. (On a GPU, this is found only now, because the host did not wait for the
-                device in `step`.)
+                either `max_skipped_steps` steps in a row have been skipped, or an AdamOffloadOptimizer had already
+                applied the inf or nan to the weights, because the backward ran in its `update_in_backward()`. (On a
+                GPU, this is found only now, because the host did not wait for the device in `step`.)
         """
         self.check_own_state(state)
         self._end_last_step()
@@ -630,22 +708,40 @@ class OptimManager:
                 if _still(parameter, seen) is not None:  # otherwise a later backward has set `.grad`: keep it
                     parameter.grad = None
             scale = None if self._scale is None else self.loss_scale
-            self._skips.report(self._steps, self, self._parameters(), scale, self._bounds[0])
+            self._skips.report(self._steps, self, self._parameters, scale, self._bounds[0])
             return
         for scheduler in self.schedulers:
             if scheduler is not None:
                 scheduler.step()
 
-    def _parameters(self) -> list[torch.nn.Parameter]:
-        return [p for optimizer in self.optimizers for group in optimizer.param_groups for p in group["params"]]
-
     def _last_gradients(self) -> list[torch.Tensor | None]:
-        """Return the gradients that the last step used, for all parameters of all optimizers, in order.
+        """Return the gradients that the last step used, for all parameters that the optimizers had then, in order.
 
         An entry is None if the parameter had no gradient, or its `.grad` was replaced or written since.
         """
         used = self._used
-        return [_still(p, used[p]) if p in used else None for p in self._parameters()]
+        return [_still(p, used[p]) if p in used else None for p in self._parameters]
+
+
+def _see(parameters: Iterable[torch.nn.Parameter]) -> _Seen:
+    """Return a weak reference to each parameter's `.grad`, and its version. All parameters must have a `.grad`."""
+    versions = gradient_versions(parameters)
+    return {parameter: (weakref.ref(gradient), version) for parameter, (gradient, version) in versions.items()}
+
+
+def _unreplaced(parameters: list[torch.nn.Parameter], seen: _Seen) -> list[torch.nn.Parameter]:
+    """Return those of the parameters whose `.grad` is the tensor in `seen`. All must have a `.grad`."""
+    with WithoutTorchFunction():
+        return [p for p in parameters if (each := seen.get(p)) is not None and p.grad is each[0]()]
+
+
+def _unwritten(seen: _Seen) -> list[torch.nn.Parameter]:
+    """Return the parameters whose `.grad` was neither dropped nor replaced nor written since it was seen."""
+    with WithoutTorchFunction():
+        return [
+            p for p, (gradient, version) in seen.items() if p.grad is not None and p.grad is gradient()
+            and p.grad._version == version
+        ]  # fmt: skip
 
 
 def _still(parameter: torch.nn.Parameter, seen: tuple[weakref.ref[torch.Tensor], int]) -> torch.Tensor | None:
@@ -653,7 +749,7 @@ def _still(parameter: torch.nn.Parameter, seen: tuple[weakref.ref[torch.Tensor],
 
     seen: a weak reference to the `.grad` that the step has used, and its version counter.
     """
-    gradient = parameter.grad  # read before `seen[0]()`: this reference keeps the object alive that `seen` refers to
+    gradient = parameter.grad  # read this first: the strong reference keeps the tensor alive for the weak one in `seen`
     if gradient is None or seen[0]() is not gradient or not is_unchanged(parameter, (gradient, seen[1])):
         return None
     return gradient
@@ -722,25 +818,25 @@ def _updated_in_backward(optimizer: torch.optim.Optimizer) -> bool:
 
 
 class HostFlag:
-    """A copy in host memory of a flag, (1,), which is not 0 if a step must be skipped.
+    """A copy of the skip flag in host memory. The skip flag is a tensor (1,) that is not 0 if a step must be skipped.
 
-    A flag on a GPU is copied asynchronously, on the current stream.
+    `OptimManager.step` creates this object. A flag on a GPU is copied asynchronously, on the current stream, so that
+    the host need not wait in `step`. The host reads the copy when the step ends, usually in the next `backward`.
 
     Attributes:
-        immediate: True if the flag was in host memory, so that `read` never waits.
+        immediate: True if the flag itself was already in host memory, so that `read` never waits.
     """
 
     def __init__(self, flag: torch.Tensor) -> None:
         self.immediate = not flag.is_cuda
+        self._event: torch.cuda.Event | None = None
         if self.immediate:
             self._value = flag.clone()
-        else:
-            self._value = torch.empty(flag.shape, dtype=flag.dtype, device="cpu", pin_memory=True)
-        self._event: torch.cuda.Event | None = None
-        if flag.is_cuda:
-            self._value.copy_(flag, non_blocking=True)
-            self._event = torch.cuda.Event()
-            self._event.record()
+            return
+        self._value = torch.empty(flag.shape, dtype=flag.dtype, device="cpu", pin_memory=True)
+        self._value.copy_(flag, non_blocking=True)
+        self._event = torch.cuda.Event()
+        self._event.record()
 
     @property
     def arrived(self) -> bool:
@@ -760,11 +856,13 @@ class HostFlag:
 def global_norm(parameters: list, order: float, communicator: Communicator, device: torch.device) -> torch.Tensor:
     """Return the norm of the parameters' `.grad` over all ranks, a scalar on `device`.
 
-    Collective: every rank must call it. The result is inf or NaN if an element is. The 2-norm is computed in float64.
-    Where the reduction of the gradients over the ranks has already computed their sums of squares, these are used.
-    Otherwise, the gradients are read once; those that are adjacent in memory are read as one tensor. Other norms are
-    computed in float32. There is only one all-reduce, of at most two numbers. Parameters that are not sharded, which
-    all ranks have, count once.
+    Collective: every rank must call it. There is only one all-reduce, of at most two numbers. If an element of a
+    gradient is inf or NaN, the result is inf or NaN. Parameters that are not sharded, which all ranks have, count once.
+
+    The 2-norm is computed in float64. Norms of other orders are computed in float32, or in float64 if a parameter is
+    float64. Each gradient is read once, and gradients that are adjacent in memory are read as one tensor. For the
+    2-norm, a gradient is not read at all if its sum of squares was already computed while it was averaged over the
+    ranks.
 
     Args:
         parameters: the parameters, all with a `.grad`.
@@ -772,13 +870,13 @@ def global_norm(parameters: list, order: float, communicator: Communicator, devi
         communicator: does the all-reduce, over the ranks that store different shards.
         device: the device of the result.
     """
-    infinite = order == float("inf")
     add = _squares if order == 2 else _powers
     sharded = add([p for p in parameters if isinstance(p, DistributedParameter)], order, device)
-    communicator.all_reduce(sharded, maximum=infinite).wait()
     own = add([p for p in parameters if not isinstance(p, DistributedParameter)], order, device)
-    if infinite:
+    if order == float("inf"):
+        all_reduce_largest(communicator, sharded)
         return torch.maximum(sharded, own)[0]
+    communicator.all_reduce(sharded).wait()
     return sharded.add_(own)[0].pow(1.0 / order)
 
 
@@ -812,13 +910,15 @@ def _squares(parameters: list, order: float, device: torch.device) -> torch.Tens
 def _powers(parameters: list, order: float, device: torch.device) -> torch.Tensor:
     """Return the sum of |g|^order over this rank's elements g of all gradients, from which a norm is computed.
 
-    If `order` is inf, return the maximum of |g|. The result is a (1,) float32 tensor.
+    If `order` is inf, return the maximum of |g|. The result is a tensor (1,) in float64 if any gradient is float64,
+    otherwise in float32. Its dtype is the same on every rank.
     """
+    wide = torch.float64 if any(p.dtype.to_real() == torch.float64 for p in parameters) else torch.float32
     filled = [flat for members in neighbours(parameters) for flat in _flat(members) if flat.numel()]
     filled = [flat.abs() if flat.is_complex() else flat for flat in filled]
     if not filled:
-        return torch.zeros(1, dtype=torch.float32, device=device)
-    norms = torch.stack(foreach_norm(filled, order, dtype=torch.float32))
+        return torch.zeros(1, dtype=wide, device=device)
+    norms = torch.stack(foreach_norm(filled, order, dtype=wide))
     return norms.max().reshape(1) if order == float("inf") else norms.pow(order).sum().reshape(1)
 
 

@@ -40,7 +40,8 @@ class Run:
 
         Raises ValueError for an unsharded parameter that is not contiguous.
 
-        parameters: sharded parameters that are adjacent in one flat buffer, in its order; or one unsharded parameter.
+        parameters: sharded parameters that are adjacent in one flat buffer, in the order of the buffer; or one
+            unsharded parameter.
         """
         first, last = parameters[0], parameters[-1]
         if isinstance(first, DistributedParameter) and isinstance(last, DistributedParameter):
@@ -65,9 +66,10 @@ class Run:
 
     @property
     def is_replaced(self) -> bool:
-        """True if an unsharded parameter has other memory than `weights`, as after `.data = ...` or `module.half()`.
+        """True if the run's parameter is unsharded and its memory was replaced, by `.data = ...` or `module.half()`.
 
-        An update of `weights` would then not change the parameter, so AdamOptimizer creates a new Run for it.
+        `weights` is then a view of the old memory, and updating it would not change the parameter. So AdamOptimizer
+        creates a new Run for the parameter.
         """
         own, weights = self.parameters[0], self.weights
         if self.buffer is not None:
@@ -75,7 +77,7 @@ class Run:
         return own.data_ptr() != weights.data_ptr() or own.dtype != weights.dtype or not own.is_contiguous()
 
     def begin(self, parameter: torch.nn.Parameter) -> int:
-        """Return the index of the first element of `parameter` in `self.weights`.
+        """Return the index in `self.weights` at which this rank's elements of `parameter` begin.
 
         `weights` is the flat tensor of all parameters that are updated together in this Run.
         """
@@ -84,9 +86,13 @@ class Run:
         return parameter.buffer.local_ranges[parameter.index].shard_start - self.start
 
     def flat_gradient(self) -> torch.Tensor | None:
-        """Return the `.grad` of this run's parameters as one tensor (n,), a view with the same order as `weights`.
+        """Return the `.grad` of this run's parameters as one tensor (n,) in the order of `weights`, or None.
 
-        Returns None if the user has replaced a `.grad`, so that the gradients are not adjacent in memory.
+        The result is a view of the gradients, except that a non-contiguous gradient of an unsharded parameter is
+        copied. Returns None if the user has replaced a `.grad` in this run's flat buffer by another tensor, because the
+        gradients are then not adjacent in memory.
+
+        Used to compute gradient norms. Optimizers use `gradient`, which always returns a tensor.
         """
         if self.buffer is None:
             gradient = self.parameters[0].grad
@@ -98,10 +104,15 @@ class Run:
         return self.buffer.gradient.shard[self.start : self.start + self.weights.numel()]
 
     def gradient(self) -> torch.Tensor:
-        """Return the gradient of this run's parameters as one tensor (n,). The caller must not write to it.
+        """Return the gradient of this run's parameters as one tensor (n,), from which an optimizer computes the update.
 
-        If half-precision gradients of several backwards were accumulated in float32, this float32 sum is returned.
-        Otherwise, the values of `.grad` are returned.
+        The caller must not write to the result. Usually, it is that of `flat_gradient`, a view of the `.grad`. In two
+        cases, it is another tensor:
+
+        * If half-precision gradients of several backwards were accumulated in float32, and not written since, it is a
+          view of this more precise float32 sum.
+        * If the user has replaced a `.grad` in this run's flat buffer by another tensor, it is a new float32 tensor
+          with the values of each `.grad` of this run.
         """
         flat = self.flat_gradient()
         if flat is not None:
@@ -171,7 +182,11 @@ def same_members(a: Sequence[Sequence], b: Sequence[Sequence]) -> bool:
 
 
 def gradient_versions(parameters: Iterable[Any]) -> dict[torch.nn.Parameter, tuple[torch.Tensor, int]]:
-    """Return {parameter: (`.grad`, torch's version counter of `.grad`)}, with which `is_unchanged` detects changes.
+    """Return {parameter: (`.grad`, torch's version counter of `.grad`)}. `is_unchanged` compares these values later.
+
+    OptimManager uses it to find out whether gradients have changed since it searched them for inf and nan, or since a
+    step that was skipped used them. AdamOffloadOptimizer calls it when it updates parameters during the backward. If
+    their gradients change afterwards, which is too late, its `step` raises an error.
 
     parameters: parameters that all have a `.grad`.
     """
@@ -192,10 +207,11 @@ def is_unchanged(parameter: torch.nn.Parameter, seen: tuple[torch.Tensor, int]) 
 
 
 def index_bases(groups: Sequence[dict]) -> dict[Any, int]:
-    """Number all elements of an optimizer's parameters. Stochastic rounding derives its random bits from these numbers.
+    """Index all elements of an optimizer's parameters. Stochastic rounding derives its random bits from these indices.
 
-    Returns {flat buffer or unsharded parameter: number of its first element}. Elements are numbered consecutively
-    through all flat buffers and unsharded parameters, in the order in which these first occur in `groups`.
+    Returns {flat buffer or unsharded parameter: index of its first element}. All elements of the flat buffers (on all
+    ranks) and of the unsharded parameters are numbered consecutively, in the order in which the buffers and parameters
+    first occur in `groups`.
 
     groups: the optimizer's `param_groups`.
     """
@@ -263,14 +279,15 @@ class RunState:
             updates, or the int16 differences of these from the weights), and the second moment exp_avg_sq.
         exp_avg: the first moment, (n,) float32 or bfloat16; or both moments in 8 bits.
         step: (), float32, the number of steps taken.
-        index_base: the number of the run's first element, if all elements of the optimizer are numbered as by
-            `index_bases`. Stochastic rounding derives its random bits from these numbers. They are the same for every
-            number of ranks, with one exception: some options, such as all-gathers in another dtype, divide the
-            parameters into other flat buffers with several ranks than with one.
+        index_base: the index of the run's first element among all elements of the optimizer (see `index_bases`).
+            Stochastic rounding derives its random bits from these indices. They are the same for every number of ranks,
+            with one exception: some options, such as all-gathers in a dtype other than the parameters', divide the
+            parameters into flat buffers differently with several ranks than with one.
         version: torch's version counter of the weights when the masters last agreed with them; -1 if the masters were
             loaded and have not been compared with the weights yet.
         uncounted: True if the weights may be written without a change of their version, as by `.data.fill_()` of an
-            unsharded parameter. (A sharded one counts these writes.) The masters are then compared in every step.
+            unsharded parameter. (Such writes to a sharded parameter do change the version.) The masters are then
+            compared with the weights in every step.
     """
 
     run: Run
@@ -313,6 +330,7 @@ class RunState:
 
 
 _EIGHT_BITS = "8bit "
+_OWN = {"step", "exp_avg", "exp_avg_sq", "momentum_buffer", "master", "residual"}
 
 
 def _by_name(moments: Moments) -> ParameterState:
@@ -320,16 +338,24 @@ def _by_name(moments: Moments) -> ParameterState:
 
 
 def without_codes(held: ParameterState) -> ParameterState:
-    """Return a parameter's optimizer state with float32 moments, for readers outside the optimizer.
+    """Return a parameter's optimizer state with float32 moments, for code outside the optimizer.
 
     Moments stored in 8 bits (as codes) are decoded to new tensors, in host memory to save device memory. A state
-    without such moments is returned itself.
+    without such moments is returned unchanged.
     """
     if not has_codes(held):
         return held
     exp_avg, exp_avg_sq = Moments(*(held[_EIGHT_BITS + name] for name in Moments._fields)).read(_HOST)
     others = {name: value for name, value in held.items() if not name.startswith(_EIGHT_BITS)}
     return {"step": others.pop("step"), "exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq, **others}
+
+
+def own_entries(held: dict[str, Any]) -> ParameterState:
+    """Return the entries of a parameter's state that belong to the optimizer, without those that other code has added.
+
+    For example, Lookahead wrappers store slow weights in the state of the optimizer that they wrap.
+    """
+    return {name: value for name, value in held.items() if name in _OWN or name.startswith(_EIGHT_BITS)}
 
 
 def has_codes(held: Container[str]) -> bool:
@@ -346,7 +372,10 @@ def shown(parameter: torch.Tensor, held: ParameterState, loaded: bool) -> Parame
     """Return a parameter's optimizer state in the form for `state_dict()`: with float32 masters and moments.
 
     If the optimizer stores residuals (16-bit differences between masters and weights) or 8-bit moments, float32 tensors
-    are computed from them, in host memory to save device memory. All other tensors are those of `held`.
+    are computed from them, in host memory to save device memory. All other tensors are those of `held`, with one
+    exception: if residuals are stored together with a float32 second moment, this moment is copied to host memory, and
+    its negative signs are removed. (The moment itself is never negative. A negative sign marks an element whose
+    residual is 32768, which int16 cannot represent. float32 masters do not need this mark.)
 
     Args:
         parameter: the parameter.
@@ -357,7 +386,7 @@ def shown(parameter: torch.Tensor, held: ParameterState, loaded: bool) -> Parame
     weights = _values(parameter)
     if "residual" in held:
         squares = None if has_codes(held) else held["exp_avg_sq"]
-        # Residuals are the distances from bfloat16 weights, also if the model has been loaded in another dtype.
+        # Residuals are the differences from bfloat16 weights, even if the model has been loaded in another dtype.
         rounded = weights.to(held["residual"].device, torch.bfloat16)
         master, exp_avg_sq = join(rounded, held["residual"], squares, _HOST)
         rest = {name: value for name, value in without_codes(held).items() if name != "residual"}
@@ -368,13 +397,13 @@ def shown(parameter: torch.Tensor, held: ParameterState, loaded: bool) -> Parame
 
 
 def adopt(parameter: torch.Tensor, views: ParameterState, earlier: ParameterState, loaded: bool) -> None:
-    """Copy a parameter's optimizer state into newly allocated state tensors, and convert it to the form that they have.
+    """Copy a parameter's optimizer state into newly allocated tensors, converting it to the format of these tensors.
 
     AdamOptimizer calls this when it has allocated the state of a new Run (parameters that one kernel launch updates):
-    in its first step, after a state was loaded, and whenever the set of parameters that have gradients has changed
-    since the last step. `earlier` may have float32 moments and masters (the copies of the weights that the optimizer
-    updates), whereas `views` may store the moments in 8 bits, or the masters as residuals (their 16-bit differences
-    from the weights).
+    for example in its first step, after a state was loaded, or when the set of parameters that have gradients has
+    changed since the last step. `earlier` may have float32 moments and masters (the copies of the weights that the
+    optimizer updates), whereas `views` may store the moments in 8 bits, or the masters as residuals (their 16-bit
+    differences from the weights).
 
     Args:
         parameter: the parameter. It is set to the rounded master if masters are converted to residuals. Otherwise it
@@ -384,7 +413,10 @@ def adopt(parameter: torch.Tensor, views: ParameterState, earlier: ParameterStat
         loaded: whether `earlier` comes from a state dict. If not, and other code has written the weights since the last
             step, the master is first updated to follow the weights.
     """
-    earlier = {name: value if name == "step" else _values(value) for name, value in earlier.items()}
+    earlier = {
+        name: torch.as_tensor(value, dtype=torch.float32) if name == "step" else _values(value)
+        for name, value in own_entries(earlier).items()
+    }
     if not ("residual" in earlier and "residual" in views and has_codes(earlier) == has_codes(views)):
         earlier = shown(parameter, earlier, loaded)
     for name, view in views.items():

@@ -43,18 +43,20 @@ def count_not_finite(gradients: Sequence[torch.Tensor | None], device: torch.dev
 class SkippedSteps:
     """Logs every skipped step in one line on rank 0, with its cause, and stops training after too many in a row.
 
-    With dynamic loss scaling, skipped steps are normal. They are logged at INFO, and every eighth in a row as a
-    warning. Without a loss scale, or at the minimum scale, a lower scale cannot avoid the next skip. In this situation,
-    every skipped step is logged as a warning, and after `limit` of them in a row, `report` raises RuntimeError.
+    With dynamic loss scaling, skipped steps are normal, because the scale is lowered after each of them. They are
+    logged at INFO, and every eighth in a row as a warning. Without a loss scale, or when it is at its minimum, every
+    skipped step is logged as a warning.
 
-    limit: the number of steps, skipped in a row in this situation, after which training stops; None for no limit.
+    limit: the number of skipped steps in a row after which `report` raises RuntimeError; None for no limit. With a loss
+        scale, steps that are skipped while the scale can still be lowered do not count: in each series of skipped
+        steps, counting starts after the first one that leaves the scale at its minimum.
     """
 
     def __init__(self, limit: int | None) -> None:
         if limit is not None:
             wanted = "positive, or None for no limit"
             expect_number("max_skipped_steps", limit, wanted, lambda steps: steps >= 1, integer=True)
-        self._limit = limit
+        self.limit = limit
         self._last = 0  # the number of the last step that was skipped
         # _in_row: how many steps in a row were skipped, up to the last one. _lost: the same, but a step counts only if
         # there is no loss scale, or if the step before was skipped, too, and left the loss scale at its minimum.
@@ -94,8 +96,8 @@ class SkippedSteps:
             minimum: the minimum loss scale.
 
         Raises:
-            RuntimeError: as many steps in a row as `limit`, an argument of the class, were skipped while the loss scale
-                could not be lowered.
+            RuntimeError: the number of skipped steps in a row has reached `limit`, the argument of this class, which
+                also says which steps count.
         """
         assert self._counts is not None and self._looked == step, "call look() first"
         world = current_world()
@@ -115,12 +117,12 @@ class SkippedSteps:
         if world.rank == 0:
             level = logging.WARNING if warn else logging.INFO
             _log.log(level, "step %d was skipped%s: %s; %s", step, row, cause, after)
-        if self._limit is not None and self._lost >= self._limit:
+        if self.limit is not None and self._lost >= self.limit:
             raise RuntimeError(
                 f"{self._lost} steps in a row were skipped, up to step {step}, and "
                 f"{'there is no loss scale' if scale is None else f'the loss scale is at its minimum, {scale:g}'}. "
-                f"Cause of the last one: {cause}. The weights have not changed in these steps. Check the data of the "
-                "rank and the block that are named (bmt.check_parity compares blocks with plain torch), lower the "
-                "learning rate, or continue from an earlier checkpoint. OptimManager(max_skipped_steps=None) never "
-                "stops."
+                f"Cause of the last one: {cause}. The weights have not changed in these steps. If a rank or a "
+                "block is named, check that rank's data or that block (bmt.check_parity compares blocks with plain "
+                "torch). You can also lower the learning rate, or continue from an earlier checkpoint. "
+                "OptimManager(max_skipped_steps=None) never stops."
             )

@@ -27,7 +27,7 @@ _BLOCKWISE = {"absmax1", "absmax2", "qmap1", "qmap2"}
 Unlike moments, they are not laid out like the parameters.
 """
 States = dict[Any, dict[str, Any]]
-"""The entry "state" of an optimizer's state dict: {number of a parameter: {name, such as "exp_avg": value}}."""
+"""The entry "state" of an optimizer's state dict: {index of a parameter: {name, such as "exp_avg": value}}."""
 
 
 # -- OptimManager's checkpoints -----------------------------------------------------------------------------------
@@ -105,8 +105,9 @@ def load_state(optimizer: torch.optim.Optimizer, saved: dict[str, Any], world: W
         world: the ranks over which the parameters are sharded.
 
     Raises:
-        ValueError: the state belongs to another rank, another number of ranks, another shard, or other parameters.
-        RuntimeError: the ranks pass different full states or different settings.
+        ValueError: the state was saved for different parameters; or `saved` is a rank's own state, but was saved by a
+            different rank, with a different number of ranks, or for a different shard.
+        RuntimeError: the ranks pass different full states, or own states with different settings.
     """
     state: States = saved["state"]
     own = () if "sliced" in saved else ("state", "rank", "shard")
@@ -125,6 +126,7 @@ def load_state(optimizer: torch.optim.Optimizer, saved: dict[str, Any], world: W
         problem = next(filter(None, world.gather_objects(_misfit(saved, world))), None)
         if problem is not None:
             raise ValueError(problem)
+    full_state_of(optimizer)  # before the first step, `state_dict` must already gather what is sharded below
     optimizer.load_state_dict({"state": state, "param_groups": saved["param_groups"]})
     for values in optimizer.state.values() if "sliced" in saved else ():
         for name, value in values.items():
@@ -140,8 +142,8 @@ def _misfit(saved: dict[str, Any], world: World) -> str | None:
     if (saved["rank"], saved["world_size"]) != (world.rank, world.size):
         return (
             f"this optimizer state was saved by rank {saved['rank']} of {saved['world_size']}, but is loaded on rank "
-            f"{world.rank} of {world.size}. Save it with OptimManager.state_dict(gather_opt=True) to load it on "
-            "another number of ranks."
+            f"{world.rank} of {world.size}. A state that is saved with OptimManager.state_dict(gather_opt=True) can be "
+            "loaded on any rank, with any number of ranks."
         )
     mine = _shard(world)
     # States of older versions have no "shard". Assume for them that the index of a rank's shard was its rank.
@@ -151,8 +153,8 @@ def _misfit(saved: dict[str, Any], world: World) -> str | None:
     then, now = (f"shard {shard} of {shards} with tp_size={together}" for shard, shards, together in (theirs, mine))
     return (
         f"this optimizer state of rank {world.rank} was saved for {then}, but the rank now has {now}, because gather, "
-        "shard_over or tp_size of init_distributed has changed, or the ranks are on other hosts. Save the state with "
-        "OptimManager.state_dict(gather_opt=True) to load it in all of these cases."
+        "shard_over or tp_size of init_distributed has changed, or the ranks are distributed differently over the "
+        "hosts. Save the state with OptimManager.state_dict(gather_opt=True) to load it in all of these cases."
     )
 
 
@@ -171,12 +173,16 @@ class FullState:
 
     Args:
         optimizer: the optimizer. A hook that gathers the full tensors is registered on its `state_dict()`.
+
+    Attributes:
+        is_checked: whether `compat.check` has found that the optimizer updates sharded parameters correctly.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.is_checked = False
         self._local = False
-        # The dict `optimizer.state` at the last `shard_loaded`. Loading a state replaces this dict by another, which is
-        # how `is_loaded` notices it.
+        # The dict `optimizer.state` at the last `shard_loaded`. Loading a state replaces this dict with a new one, by
+        # which `is_loaded` notices that a state was loaded.
         self._sharded: Any = None
         optimizer.register_state_dict_post_hook(self._make_full)
 
@@ -231,8 +237,18 @@ class FullState:
         return {**state_dict, "state": _gather(optimizer, state_dict, world, keep=True)[0]}
 
 
+def full_state_of(optimizer: torch.optim.Optimizer) -> FullState | None:
+    """Return the FullState of an optimizer, which the first call creates. None if none of its parameters is sharded."""
+    full_state: FullState | None = getattr(optimizer, "full_state", None)
+    if full_state is None:
+        parameters = chain.from_iterable(group["params"] for group in optimizer.param_groups)
+        if any(isinstance(parameter, DistributedParameter) for parameter in parameters):
+            full_state = optimizer.full_state = FullState(optimizer)  # pyright: ignore[reportAttributeAccessIssue]
+    return full_state
+
+
 def full_facts(entries: Iterable[tuple[Any, str, Any]]) -> dict[str, str]:
-    """Return a hash of each full tensor in a loaded state, as {description of the tensor: hash}.
+    """Return a hash of some elements of each full tensor in a loaded state, as {description of the tensor: hash}.
 
     The ranks compare these hashes before the next step, to check that they loaded the same state. Numbers, the state of
     unsharded parameters, and tensors with only this rank's elements (which differ between ranks) have no hash. If one
@@ -257,20 +273,25 @@ def full_facts(entries: Iterable[tuple[Any, str, Any]]) -> dict[str, str]:
 def own_part(parameter: torch.Tensor, name: str, value: Any) -> Any:
     """Return this rank's elements of one value in an optimizer's state, such as the "exp_avg" of a parameter.
 
-    Called for each value of a state that was loaded, which may be full or sharded already:
+    Called for each value of a state that was loaded, which may be full or sharded already. For a sharded parameter:
 
-    * If `value` is a full tensor, the result is a view of this rank's elements.
-    * If `value` has only this rank's elements, it is returned as a sharded tensor (`ShardTensor`).
-    * The following are returned unchanged: numbers, factors of a matrix (as in Adafactor), scales of 8-bit optimizers,
-      several full tensors stacked in a new dimension 0, and all values of parameters that are not sharded.
+    * If `value` has only this rank's elements (in a 1-D tensor, or already in a `ShardTensor`), it is returned as a
+      sharded tensor (`ShardTensor`).
+    * If `value` has as many elements as the full parameter (if tensor parallelism splits it: as before the split), the
+      result is a sharded tensor of this rank's elements, usually a view.
+    * Values that are not laid out like the parameter are returned unchanged, so every rank keeps all of them: numbers,
+      other tensors of one element (such as step counts), factors of a matrix (as in Adafactor), scales and lookup
+      tables of 8-bit optimizers, and several full tensors stacked in a new dimension 0.
+
+    For a parameter that is not sharded, `value` is returned unchanged.
 
     Args:
         parameter: the parameter to which the value belongs.
-        name: the name of the value, such as "exp_avg".
+        name: the name of the value, such as "exp_avg", by which the scales and lookup tables are recognized.
         value: a tensor or a number.
 
     Raises:
-        ValueError: `value` is a tensor of any other shape.
+        ValueError: the parameter is sharded, and `value` is a tensor of any other shape.
     """
     if not isinstance(parameter, DistributedParameter) or not isinstance(value, torch.Tensor) or value.dim() == 0:
         return value
@@ -333,7 +354,7 @@ def _gather(
     Collective: every rank must call it. Returns the full state, and the names of the tensors that were gathered because
     they are sharded like their parameters.
 
-    keep: if False, an empty state is returned, for ranks that do not need one.
+    keep: if False, an empty state is returned, for ranks that do not need the full state.
     state_dict: the optimizer's own state dict, in which each rank has its elements of the sharded tensors.
     """
     parameters, state = _by_key(optimizer, state_dict), state_dict["state"]
@@ -379,7 +400,7 @@ def divide_state(parameters: dict[Any, Any], state: States, world: World) -> tup
     # For each state value of each sharded parameter: {(name, key): (whether the value has the local parameter's shape,
     # the number of local elements of the parameter, a copy of the value or None)}. The copy is used only for values
     # that are not sharded, such as step counts. So it is left out (None) if the value has the local parameter's shape,
-    # unless this is a shape of one element, which a step count may have, too.
+    # except if this shape has one element, because a step count may have the same shape.
     mine: dict[tuple[str, Any], tuple[bool, int, Any]] = {}
     others: States = {key: {} for key in state}
     for key, values in state.items():

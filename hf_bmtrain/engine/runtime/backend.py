@@ -75,10 +75,12 @@ class Backend(NamedTuple):
         blocks: averages the gradients of blocks (transformer layers).
         outside: averages the gradients of root parameters, which are outside blocks or shared by several.
         control: exchanges Python objects between the ranks.
-        opened: all communicators with other ranks that have been opened so far. Later ones are appended.
-        open_group: a collective function `(size, stride=1)` that divides all ranks into groups of `size` ranks at
-            distances of `stride`, and returns the communicator of this rank's group. The same arguments give the same
-            communicator again.
+        opened: all communicators with other ranks that have been opened so far. Communicators that are opened later are
+            appended to it.
+        open_group: a collective function `(size, stride=1)` that divides all ranks into groups of `size` ranks, and
+            returns the communicator of this rank's group. The ranks of a group are `stride` apart: with 4 ranks,
+            `open_group(2)` makes the groups (0, 1) and (2, 3), and `open_group(2, stride=2)` makes (0, 2) and (1, 3).
+            The same arguments give the same communicator again.
     """
 
     gather: Communicator
@@ -100,7 +102,8 @@ class _Division(NamedTuple):
         gather: the communicator for all-gathers between the ranks that store different shards.
         reduce: the communicator of the same ranks for reductions of gradients.
         sums: the communicator of the same ranks for sums over all shards, such as gradient norms.
-        members: the numbers of these ranks. If all are on one host, they are in the order of their shards.
+        members: these ranks, as ranks of the world. If all of them are on one host, they are in the order of their
+            shards.
         rail: the communicator of the ranks that store the same shard as this rank, or None if each shard is stored by
             only one rank.
     """
@@ -115,25 +118,29 @@ class _Division(NamedTuple):
 def check_addresses(gather: str, shard_over: str, init_method: str) -> None:
     """Raise ValueError unless these arguments of `init_distributed` are valid, each by itself and together.
 
-    `init_distributed` calls this before it connects to other ranks. Only afterwards, `open_backend` checks whether
+    `init_distributed` calls this before it connects to other ranks. After connecting, `open_backend` checks whether
     `gather` and `shard_over` are possible on the hosts of the ranks.
 
+    Two combinations are not valid: gather="two-level" with shard_over="host", and gather="collective" with
+    shard_over="host+world".
+
     Args:
-        gather: how shards are all-gathered; must be one of GATHERS.
-        shard_over: the ranks over which parameters are sharded; must be one of SHARD_OVER.
-        init_method: the URL at which the ranks meet, as for `torch.distributed.init_process_group`.
+        gather: how shards are all-gathered: "auto", "collective", "peer" or "two-level".
+        shard_over: the ranks over which parameters are sharded: "world", "host", "host+world" or "auto".
+        init_method: the URL at which the ranks meet, as for `torch.distributed.init_process_group`; for example
+            "env://" or "tcp://HOST:PORT".
     """
     if not isinstance(shard_over, str) or shard_over not in SHARD_OVER:
         raise ValueError(f"shard_over must be one of {', '.join(SHARD_OVER)}, not {shard_over!r}")
     if gather == "two-level" and shard_over == "host":
         raise ValueError(
-            "gather='two-level' does not work with shard_over='host', because then nothing is all-gathered between "
+            "gather='two-level' does not work with shard_over='host', because then nothing is all-gathered across "
             "hosts. Use gather='auto'."
         )
     if gather == "collective" and shard_over == "host+world":
         raise ValueError(
             "gather='collective' does not work with shard_over='host+world', because then parameters are all-gathered "
-            "first between hosts and then inside each host. Use gather='auto' or 'two-level'."
+            "first across hosts and then inside each host. Use gather='auto' or 'two-level'."
         )
     if not isinstance(gather, str) or gather not in GATHERS:
         raise ValueError(f"gather must be one of {', '.join(GATHERS)}, not {gather!r}")
@@ -152,27 +159,29 @@ def open_backend(
     facts: Mapping[str, Any],
     monitor: Monitor,
 ) -> Backend:
-    """Initialize torch's default process group, unless it is initialized, and open the communicators between all ranks.
+    """Initialize torch's default process group, if that was not done before, and open the communicators of all ranks.
 
-    Collective: every rank must call it.
+    Collective: every rank must call it. With one rank, no process group is needed, and none is initialized.
 
     Args:
         rank: this process's rank.
         size: the number of ranks.
         device: this rank's device.
         timeout: the longest time for which an operation waits for other ranks.
-        gather: how shards are all-gathered, one of GATHERS.
-        shard_over: the ranks over which parameters are sharded, one of SHARD_OVER.
+        gather: how shards are all-gathered: "auto", "collective", "peer" or "two-level", as in `init_distributed`.
+        shard_over: the ranks over which parameters are sharded: "world", "host", "host+world" or "auto", as in
+            `init_distributed`.
         init_method: the URL at which the ranks meet, as for `torch.distributed.init_process_group`.
-        facts: further values that must be equal on all ranks, by name.
-        monitor: watches the other ranks and the communicators. This function starts it.
+        facts: further values that must be equal on all ranks, by name, for example {"zero_level": 3}.
+        monitor: watches the other ranks and the communicators. With more than one rank, this function starts it.
 
     Returns:
         The communicators, and the objects built on them.
 
     Raises:
-        RuntimeError: a package is missing, not all ranks called this in time, the arguments, package versions or
-            `facts` differ between ranks, or the value of `gather` or `shard_over` is not possible on these hosts.
+        RuntimeError: a package is missing; not all ranks called this in time; arguments, package versions or `facts`
+            differ between ranks; or the value of `gather` or `shard_over` is not possible on these hosts. After an
+            error, `monitor` is stopped, and only the process group may still be open.
     """
     if size == 1:
         single, local = SingleProcess(), LocalReduction()
@@ -184,10 +193,42 @@ def open_backend(
     if device.type == "cuda":
         import_nccl()  # so that a missing CuPy is an error now, before this rank waits for others
     _join(rank, size, device, timeout, init_method, monitor)
-    control = ObjectComm(size, timeout)
+    control, opened = ObjectComm(size, timeout), []
     own = {"device": device.type, "gather": gather, "shard_over": shard_over, "timeout": timeout.total_seconds()}
-    _agree(control, {**_versions(device), **own, **facts})
-    opened: list[Communicator] = []
+    try:
+        agree(control, "init_distributed", {**_versions(device), **own, **facts})
+        return _open_all(rank, size, device, timeout, gather, shard_over, control, opened, monitor)
+    except BaseException:
+        # The program may catch the error, and call `init_distributed` again. A monitor that still ran would then report
+        # everything twice, and could end the process.
+        monitor.stop()
+        if device.type == "cuda":
+            abort_all(opened)
+        else:
+            for communicator in opened:
+                communicator.close(abort=True)
+        control.close()
+        raise
+
+
+def _open_all(
+    rank: int,
+    size: int,
+    device: torch.device,
+    timeout: timedelta,
+    gather: str,
+    shard_over: str,
+    control: ObjectComm,
+    opened: list[Communicator],
+    monitor: Monitor,
+) -> Backend:
+    """Start the monitor and open the communicators. The arguments and the result are those of `open_backend`.
+
+    Collective: every rank must call it.
+
+    control: exchanges objects between the ranks.
+    opened: an empty list, to which each communicator is appended when it is opened.
+    """
 
     def interrupt() -> None:
         if device.type == "cuda":  # on the CPU, a waiting operation itself checks for problems every second
@@ -203,8 +244,8 @@ def open_backend(
 
         name: the communicator's name, for messages.
         groups: the groups of equal size into which all ranks are divided, each as a list of ranks.
-        alike: whether all groups exchange tensors of the same sizes. If so, the collectives of different groups are
-            compared, too, to find ranks that issue different ones.
+        alike: whether all groups exchange tensors of the same sizes. If so, the monitor also compares the collectives
+            of ranks in different groups. Otherwise, it compares only ranks of the same group.
         """
         members = next(group for group in groups if rank in group)
         if len(members) == 1:
@@ -290,9 +331,9 @@ def _divide(
         hosts: the ranks of each host.
         gathering: the communicator of all ranks for all-gathers.
         reducing: the communicator of all ranks for reductions.
-        open_inside: a collective function that takes a name, and returns a communicator between the ranks of this host.
-        open_rail: a collective function that takes a name, and returns a communicator between those ranks, one of each
-            host, that have the same index on their hosts as this rank.
+        open_inside: a collective function that takes a name, and returns a communicator of the ranks of this host.
+        open_rail: a collective function that takes a name, and returns a communicator of the ranks, one on each host,
+            that have the same index on their hosts as this rank has on its host.
 
     Raises:
         RuntimeError: `gather` or `shard_over` is not possible on these hosts.
@@ -310,7 +351,7 @@ def _divide(
         members = next(host for host in hosts if rank in host)
         inside, rail = [open_inside(name) for name in ("gather", "reduce")], open_rail("reduce")
         _log.info(
-            "rank %d: %s: parameters are sharded over the ranks of each host, and gradients are also averaged between "
+            "rank %d (%s): parameters are sharded over the ranks of each host, and gradients are also averaged across "
             "hosts",
             rank, numbers,
         )  # fmt: skip
@@ -327,20 +368,20 @@ def _divide(
         reason = "each host has one rank"
     if gather == "two-level" and reason is not None:
         raise RuntimeError(
-            "init_distributed(gather='two-level') needs several hosts with equally many ranks, at least two on each, "
-            f"but {reason} ({numbers}). Use gather='auto'."
+            "init_distributed(gather='two-level') needs several hosts with the same number of ranks, at least two on "
+            f"each, but {reason} ({numbers}). Use gather='auto'."
         )
     if shard_over == "host+world" and several and reason is not None:
         raise RuntimeError(
-            "init_distributed(shard_over='host+world') needs hosts with equally many ranks, at least two on each, but "
-            f"{reason} ({numbers}). Use shard_over='world'."
+            "init_distributed(shard_over='host+world') needs hosts with the same number of ranks, at least two on "
+            f"each, but {reason} ({numbers}). Use shard_over='world'."
         )
     if not several or gather == "peer":
         return flat
     if gather == "collective" or reason is not None:
         why = reason or "gather='collective'"
         _log.info(
-            "rank %d: %s: parameters are all-gathered between all ranks at once, not first between hosts, because %s",
+            "rank %d (%s): parameters are all-gathered over all ranks at once, not first across hosts, because %s",
             rank, numbers, why,
         )  # fmt: skip
         return flat
@@ -351,8 +392,8 @@ def _divide(
     ]
     once = "once per training step" if shard_over == "host+world" else "once per all-gather"
     _log.info(
-        "rank %d: %s: parameters are all-gathered in two steps: first between hosts, where each host receives every "
-        "shard of the other hosts only %s, and then between the ranks of each host. Both steps use %s",
+        "rank %d (%s): parameters are all-gathered in two steps. Between hosts, each host receives every shard of the "
+        "other hosts %s. Then the ranks of each host exchange them. Both steps use %s",
         rank, numbers, once, "gloo" if device.type == "cpu" else "NCCL",
     )  # fmt: skip
     return flat._replace(gather=two[0], reduce=two[1], sums=two[1])
@@ -382,9 +423,9 @@ def _choose_ranks(
         device: this rank's device.
         gather: how shards are all-gathered, one of GATHERS.
         hosts: the ranks of each host.
-        open_inside: a collective function that takes a name, and returns a communicator between the ranks of this host.
-        open_rail: a collective function that takes a name, and returns a communicator between those ranks, one of each
-            host, that have the same index on their hosts as this rank.
+        open_inside: a collective function that takes a name, and returns a communicator of the ranks of this host.
+        open_rail: a collective function that takes a name, and returns a communicator of the ranks, one on each host,
+            that have the same index on their hosts as this rank has on its host.
         exchange: a collective function that returns the Python objects that all ranks pass, in rank order.
     """
     if len(hosts) == 1:
@@ -405,7 +446,7 @@ def _choose_ranks(
     # Prefer "host+world" to "host". Both send the same amount of data between hosts. "host+world" needs little more
     # memory than "world". "host" may be faster, but all optimizer states must fit on one host. Whether they do is
     # unknown here, because there is no model yet. With gather="collective", "host+world" is not possible: it
-    # all-gathers first between hosts and then inside each host.
+    # all-gathers first across hosts and then inside each host.
     kept = "host" if gather == "collective" else "host+world"
     chosen = kept if between < SLOW_LINK * inside else "world"
     faster = ""
@@ -443,7 +484,7 @@ def _bytes_a_second(communicator: Communicator, device: torch.device) -> float:
 
 
 def _describe(hosts: Groups) -> str:
-    """Return a text such as "2 hosts with 4 ranks each", for messages. hosts: the ranks of each host."""
+    """Return a phrase such as "2 hosts with 4 ranks each", for messages. hosts: the ranks of each host."""
     least, most = (extreme(len(host) for host in hosts) for extreme in (min, max))
     ranks = f"{least} to {most} ranks" if least < most else f"{most} rank{'s' * (most > 1)}"
     return f"{len(hosts)} host{'s' * (len(hosts) > 1)} with {ranks} each"
@@ -461,11 +502,11 @@ def _hosts(names: Sequence[Any]) -> list[list[int]]:
 
 
 def _join(rank: int, size: int, device: torch.device, timeout: timedelta, init_method: str, monitor: Monitor) -> None:
-    """Initialize torch's default process group, unless it is initialized. Collective: every rank must call it.
+    """Initialize torch's default process group, if that was not done before. Collective: every rank must call it.
 
     rank: this process's rank.
     size: the number of ranks.
-    device: this rank's device. If it is a GPU, the group uses NCCL for GPU tensors, besides gloo for CPU tensors.
+    device: this rank's device. If it is a GPU, the group uses NCCL for GPU tensors and gloo for CPU tensors.
     timeout: the longest time to wait for other ranks.
     init_method: the URL at which the ranks meet.
     monitor: waits for all ranks first, to name those that are missing.
@@ -475,15 +516,15 @@ def _join(rank: int, size: int, device: torch.device, timeout: timedelta, init_m
     missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
     if missing and init_method == "env://":
         raise RuntimeError(
-            f"WORLD_SIZE={size}, but these variables are not set: {' and '.join(missing)}. Start the script with "
-            "torchrun or accelerate launch."
+            f"WORLD_SIZE={size}, but these environment variables are not set: {' and '.join(missing)}. Start the "
+            "script with torchrun or accelerate launch."
         )
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     met = monitor.meet(rank, size, timeout, init_method)
-    # By default, torch's NCCL backend asks the store every second whether a rank has timed out, to save a trace of its
-    # operations. If rank 0, which serves the store, is killed, these requests log some 60 lines that do not say which
-    # rank failed, before `monitor` names it. So switch the requests off. The backend reads the variable only during
-    # init_process_group.
+    # By default, torch's NCCL backend asks the key-value store every second whether a rank has timed out, in order to
+    # save a trace of its operations. If rank 0, which serves the store, is killed, these requests log some 60 lines
+    # that do not say which rank failed, before `monitor` names that rank. So switch the requests off by this
+    # environment variable. The backend reads the variable only during init_process_group.
     chosen = _TRACE_ON_TIMEOUT in os.environ
     os.environ.setdefault(_TRACE_ON_TIMEOUT, "0")
     where: dict[str, Any] = {"init_method": init_method}
@@ -500,28 +541,13 @@ def _join(rank: int, size: int, device: torch.device, timeout: timedelta, init_m
         raise RuntimeError(
             f"rank {rank}: the {size} ranks did not connect to each other in init_distributed (error after "
             f"{time.monotonic() - begun:.0f} s). Another rank raised an error or ended earlier (look for the first "
-            "error in the logs of all ranks), hangs, was not started, or was given another address. "
+            "error in the logs of all ranks), hangs, was not started, or was given a different address. "
             f"({str(error).strip().splitlines()[0]})"
         ) from None
     finally:
         if not chosen:
             del os.environ[_TRACE_ON_TIMEOUT]
     del met  # needed until now, because it may be the server of the store through which init_process_group connects
-
-
-def _agree(control: ObjectComm, facts: Mapping[str, Any]) -> None:
-    """Check that `facts` are equal on all ranks. If they differ, close `control` and raise RuntimeError.
-
-    Collective: every rank must call it.
-
-    control: exchanges Python objects between the ranks.
-    facts: the values that must be equal, such as arguments and versions of packages, by name.
-    """
-    try:
-        agree(control, "init_distributed", facts)
-    except RuntimeError:
-        control.close()
-        raise
 
 
 def _versions(device: torch.device) -> dict[str, Any]:
@@ -549,7 +575,7 @@ def _smallest_copied(
     hosts: Groups,
     exchange: Callable[[Any], list[Any]],
 ) -> int | None:
-    """Return the size in bytes from which shards are exchanged with peer copies, or None to use only collectives.
+    """Return the minimum size in bytes of a shard that is exchanged with peer copies, or None to use only collectives.
 
     Peer copies read and write the memory of other ranks directly. Only collectives are used if the user chose them, or
     if the ranks `members` cannot access each other's memory. Collectives are also the default on the CPU, where peer
@@ -572,7 +598,7 @@ def _smallest_copied(
         )
     if reason is not None:
         _log.info(
-            "rank %d: ranks exchange parameters and gradients with collectives, not by copying between their memories, "
+            "rank %d: ranks exchange parameters and gradients with collectives, not with peer-to-peer copies, "
             "because %s",
             rank, reason,
         )  # fmt: skip

@@ -22,7 +22,8 @@ def find_place() -> tuple[int, int, int]:
 
     Raises:
         ValueError: a variable is not an integer.
-        RuntimeError: the variables contradict each other, or contradict the process group.
+        RuntimeError: WORLD_SIZE differs from the size of the process group; or, without a process group, RANK is not
+            from 0 to WORLD_SIZE - 1, or is not set although WORLD_SIZE is above 1.
     """
     launched = {name: os.environ.get(name) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
     try:
@@ -70,14 +71,14 @@ def find_host() -> tuple[str, str]:
 def choose_device(local_rank: int) -> torch.device:
     """Return the device of this rank. If it is a GPU, make it torch's current device.
 
-    The device is the GPU with the number `local_rank`. It is the CPU if there is no GPU, or if the environment variable
-    ACCELERATE_USE_CPU is set to true.
+    The device is GPU `local_rank`. It is the CPU if there is no GPU, or if the environment variable ACCELERATE_USE_CPU
+    is 1, true or yes.
 
     Args:
-        local_rank: this rank's number on its host. It is also the number of its GPU.
+        local_rank: this process's index on its host, and the index of its GPU.
 
     Raises:
-        RuntimeError: there are GPUs, but none has the number `local_rank`.
+        RuntimeError: the device should be a GPU, but no GPU has the index `local_rank`.
     """
     asked_cpu = os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("1", "true", "yes")
     if asked_cpu or not torch.cuda.is_available():
@@ -92,19 +93,21 @@ def choose_device(local_rank: int) -> torch.device:
     return torch.device("cuda", local_rank)
 
 
-def check_seed(seed: int) -> None:
-    """Raise TypeError or ValueError unless `seed` is an integer that torch accepts as a seed."""
-    expect_number("seed", seed, "from -2**63 to 2**64 - 1", lambda number: -(2**63) <= number < 2**64, integer=True)
+def check_seed(seed: int) -> int:
+    """Return `seed` as an int. Raise TypeError or ValueError unless it is an integer that torch accepts as a seed."""
+    return expect_number(
+        "seed", seed, "from -2**63 to 2**64 - 1", lambda number: -(2**63) <= number < 2**64, integer=True
+    )
 
 
 def seed_everything(seed: int, rank: int, device: torch.device) -> None:
-    """Seed `random`, NumPy and torch's CPU generator with `seed`, and CUDA's generator with `seed` + `rank`.
+    """Seed `random`, NumPy and torch with `seed`. If `device` is a GPU, its generator gets `seed` + `rank` instead.
 
-    On GPUs, dropout thus differs between ranks.
+    On GPUs, dropout thus differs between ranks. NumPy's seed is `seed` modulo 2**32.
 
     Args:
         seed: the seed, the same on every rank.
-        rank: this rank's number.
+        rank: this process's rank.
         device: this rank's device.
     """
     random.seed(seed)

@@ -14,13 +14,15 @@ EXIT = "the end of the program"
 
 
 class Monitor:
-    """Watches the other ranks, to find out whether one has failed, is missing, or has issued different collectives.
+    """The interface of a monitor, which watches the other ranks.
 
-    In each of these cases the monitor stops this rank, which would otherwise wait for the other rank forever. This base
-    class, whose methods do nothing, is used for a single process and in simulations.
+    If another rank has failed, is missing, or has issued different collectives, this rank would wait for it forever. So
+    the monitor stops this rank. The subclass `Watch` in hf_bmtrain/faults does this if there are several ranks. The
+    base class, whose methods do nothing, is used if there is only one rank, and in simulations of several ranks in one
+    process.
 
     Attributes:
-        names: {number of a flat buffer: the name by which messages refer to the buffer}.
+        names: {`number` of a ShardedBuffer: the name by which messages refer to this flat buffer}.
     """
 
     def __init__(self) -> None:
@@ -28,7 +30,7 @@ class Monitor:
 
     @property
     def problem(self) -> str | None:
-        """The reason why every rank must stop, such as an error of another rank; None if there is no reason."""
+        """The reason why every rank must stop, such as an error on another rank; None if there is no reason."""
         return None
 
     def meet(self, rank: int, size: int, timeout: timedelta, init_method: str) -> object:
@@ -58,8 +60,8 @@ class Monitor:
         Args:
             control: exchanges objects between the ranks.
             rank: this process's rank.
-            interrupt: a function to call when the monitor finds a problem. It ends those GPU operations of this rank
-                that wait for other ranks.
+            interrupt: a function that aborts the GPU operations in which this rank waits for other ranks. The monitor
+                calls it if every rank must stop and this rank does not stop by itself.
             busy: a function that returns whether this rank's device has unfinished work. Any thread may call it.
         """
 
@@ -69,13 +71,13 @@ class Monitor:
     def excerpts(self) -> list[Excerpt]:
         """Return the last collectives that this rank has issued in each communicator.
 
-        They serve to find a rank that has issued other collectives: the ranks exchange the results, for example in
-        `World.barrier`, and each rank passes those of the others to `compare`.
+        Used to find a rank that has issued different collectives: the ranks exchange their results of this method, for
+        example in `World.barrier`, and each rank passes the other ranks' results to `compare`.
         """
         return []
 
     def compare(self, rank: int, theirs: Sequence[Excerpt]) -> str | None:
-        """Find out whether another rank has issued different collectives than this rank.
+        """Compare the collectives that another rank has issued with those of this rank.
 
         Args:
             rank: the other rank.
@@ -86,10 +88,10 @@ class Monitor:
         """
 
     def missing(self) -> str:
-        """Return a text about the ranks for which other ranks are waiting now, for an error message after a timeout.
+        """Describe the ranks that others currently wait for, to be added to an error message after a timeout.
 
-        For each of these ranks, it contains the line of the program that the rank executes, and why the rank does not
-        take part. It also says how long the other ranks have waited, and in which operations.
+        The description says how long the other ranks have waited, and in which operations. For each rank that they wait
+        for, it gives the line of the program that the rank is executing, and why it has not joined these operations.
         """
         return ""
 

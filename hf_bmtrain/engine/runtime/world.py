@@ -1,4 +1,7 @@
-"""The World: the ranks that train together, seen from this process. It is the only global state of the package."""
+"""The World: the ranks that train together, seen from this process.
+
+Apart from caches, the World is the only global state of the package.
+"""
 
 from __future__ import annotations
 
@@ -26,12 +29,13 @@ if TYPE_CHECKING:  # at run time, these folders import this one, so importing th
 
 
 class BufferCount:
-    """Counts the flat buffers (1-D tensors of parameters) of this process, to number new ones.
+    """Counts the flat buffers (1-D tensors of parameters) that this process creates, to number them from 1.
 
-    A buffer has the same number on every rank.
+    All ranks create their buffers in the same order, so a buffer has the same number on every rank. The collective log
+    identifies a buffer by this number.
 
     Attributes:
-        made: the number of flat buffers made so far.
+        made: the number of flat buffers created so far. It is also the number of the newest buffer.
     """
 
     made = 0
@@ -63,7 +67,7 @@ class Grid:
         groups: the number of groups.
         group: the index of this rank's group.
         together: the communicator of this rank's group.
-        across: the communicator of the ranks that have the same index in their groups as this rank has in its group.
+        across: the communicator of the ranks, one in each group, that have the same index in their groups as this rank.
     """
 
     size: int
@@ -76,20 +80,21 @@ class Grid:
 
 @dataclass(frozen=True)
 class World:
-    """The ranks that train together, with this rank's number, device and communicators.
+    """The ranks that train together, with this process's rank, device and communicators.
 
     Attributes:
-        rank: this rank's number, 0 to size - 1.
+        rank: the rank of this process, 0 to size - 1.
         size: the number of ranks.
-        local_rank: this rank's number on its host.
+        local_rank: this process's index on its host.
         device: the device on which this rank computes and stores its shards.
-        gather: the communicator for all-gathers of flat tensors.
-        reduce: the communicator for reductions of flat tensors.
-        shards: the object that allocates and all-gathers shards.
+        gather: the communicator of these ranks for all-gathers and broadcasts.
+        reduce: the communicator of these ranks for reductions. Its operations do not wait for those of `gather`.
+        shards: the object that allocates the shards of flat buffers, and all-gathers them with collectives or by peer
+            copies.
         shard_group: the communicator of the ranks that store different shards, for sums over all shards, such as
-            gradient norms. These are all ranks, or those of one host if every host stores all shards. A rank's number
-            in it is the number of the rank's shard, which may differ from `rank`. A broadcast is an exception: it
-            reaches all ranks of the world even if the other collectives stay inside a host.
+            gradient norms. These are all ranks, or those of one host if every host stores all shards. A rank's index
+            in this communicator is the index of its shard, which may differ from `rank`. Its `broadcast` always reaches
+            all ranks of the world, even if its other collectives stay inside a host.
         control: exchanges Python objects between the ranks.
         monitor: finds out what is wrong on other ranks, for example that they issue different operations.
         inside: counts the nested forwards of layers and models that are running.
@@ -99,17 +104,20 @@ class World:
         zero_level: the default of the argument `zero_level` of `auto_wrap`.
         loss_scale_factor: the default of OptimManager's argument of the same name.
         loss_scale_steps: the default of OptimManager's argument of the same name.
-        open_group: a collective function `(size, stride=1)` that divides all ranks into groups of `size` ranks at
-            distances of `stride`, and returns the communicator of this rank's group.
+        open_group: a collective function `(size, stride=1)` that divides all ranks into groups, and returns the
+            communicator of this rank's group. A group has `size` ranks, each `stride` after the previous one. With
+            size 2 and stride 4, for example, ranks 1 and 5 form a group.
         saves_shards: whether this rank writes its shards to checkpoints. Of the ranks that store the same shard, only
             one does.
-        norms: the communicator for gradient norms and for the search for inf and nan, if it must connect more ranks
-            than `shard_group` does, as with tensor parallelism. None uses `shard_group`.
+        norms: the communicator for gradient norms and for the search for inf and nan; None means `shard_group`. It is
+            set only in the World with which tensor parallelism shards the parts of split tensors. There, `shard_group`
+            connects only the ranks that have the same part, but norms and searches must cover all parts.
         grid: the tensor-parallel groups; None without tensor parallelism.
-        split_kind: a function that takes the dimension on which a parameter is split over a tensor-parallel group (-1
-            if it is not split), and returns the StorageKind of such parameters, which defines how they are stored and
-            sent. None without tensor parallelism.
-        poison: whether to fill memory with NaN before it is written and when it is freed, for debugging.
+        split_kind: a function that returns the StorageKind of parameters with `tp_mode=True`: it defines how and over
+            which ranks they are sharded. The function's argument is the dimension on which the parameters are split
+            over a tensor-parallel group, or -1 if they are not split. None without tensor parallelism.
+        poison: whether to fill memory with NaN before it is written and when it is freed. For debugging: code that
+            reads the memory too early or too late then computes NaN.
         buffers: counts the flat buffers.
         kept: {folder: the object that saves checkpoints to it}.
         copying: one event for each checkpoint whose values are still being copied. Before an optimizer modifies
@@ -166,11 +174,11 @@ class World:
 
         Args:
             occasion: the operation that the ranks are about to start, for messages. It must be the same on all ranks.
-            seconds: the time to wait; None uses the timeout of `init_distributed`.
+            seconds: the maximum time to wait. None uses the timeout of `init_distributed`.
 
         Raises:
-            RuntimeError: a rank did not call this in time, called it with another occasion, or has issued other
-                operations than this rank (so its results are wrong). The message names that rank.
+            RuntimeError: a rank did not call this in time, called it with a different occasion, or has issued
+                operations that differ from this rank's (so results are wrong). The message names that rank.
         """
         try:
             self.control.barrier(occasion, seconds)
@@ -215,10 +223,13 @@ class World:
         agree(self.control, occasion, facts, may_differ)
 
     def check_comm(self, comm: Any) -> None:
-        """Check that the argument `comm` of a function of BMTrain's interface selects all ranks.
+        """Raise NotImplementedError if the argument `comm` of a BMTrain function does not stand for all ranks.
+
+        In BMTrain, `comm` selects a group of ranks. Functions that accept it here for compatibility, but always use all
+        ranks, call this method. It is not collective.
 
         Args:
-            comm: None or this World, which both select all ranks.
+            comm: the argument that the user passed. None and this World (`bmt.config["comm"]`) stand for all ranks.
 
         Raises:
             NotImplementedError: `comm` is anything else.
@@ -244,7 +255,27 @@ class World:
         problems = self.gather_objects(problem)
         report = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(problems) if text is not None)
         if report:
-            raise RuntimeError(f"{what}. {report}")
+            raise RuntimeError(f"{what}. {report}") from None
+
+    @contextmanager
+    def raising_everywhere(self, what: str) -> Iterator[None]:
+        """Run the body of the `with` statement, and raise an error on every rank if it fails on any rank.
+
+        Collective: every rank must enter it. The body itself need not be collective.
+
+        Args:
+            what: the beginning of the error message, such as the operation that failed.
+
+        Raises:
+            RuntimeError: the body has raised an Exception on at least one rank. The message names these ranks and their
+                exceptions.
+        """
+        problem = None
+        try:
+            yield
+        except Exception as error:
+            problem = f"{type(error).__name__}: {error}"
+        self.raise_everywhere(what, problem)
 
 
 _world: World | None = None
@@ -273,7 +304,7 @@ def enter_world(world: World) -> None:
 
 
 def check_no_world() -> None:
-    """Check that `init_distributed` has not been called before. It may be called only once in a process.
+    """Check that `init_distributed` has not been called before. A process may call that function only once.
 
     Raises:
         RuntimeError: it has already been called in this process.
@@ -303,17 +334,19 @@ def simulated(world: World) -> Iterator[None]:
 
 
 def rank() -> int:
-    """Return this process's rank, 0 ... world_size() - 1."""
-    return current_world().rank
+    """Return this process's rank, from 0 to world_size() - 1. It is 0 before `init_distributed`, as in BMTrain."""
+    return 0 if _world is None else _world.rank
 
 
 def world_size() -> int:
-    """Return the number of processes that train together."""
-    return current_world().size
+    """Return the number of processes that train together. It is 1 before `init_distributed`, as in BMTrain."""
+    return 1 if _world is None else _world.size
 
 
 def print_rank(*values, rank: int = 0, **options) -> None:
     """Print on one rank, and do nothing on the others.
+
+    Before `init_distributed`, every process is rank 0, as in BMTrain.
 
     Args:
         *values: the values to print.
@@ -325,12 +358,12 @@ def print_rank(*values, rank: int = 0, **options) -> None:
         ValueError: `rank` is negative.
     """
     expect_number("rank", rank, "at least 0", lambda number: number >= 0, integer=True)
-    if current_world().rank == rank:
+    if rank == (0 if _world is None else _world.rank):
         print(*values, **options)
 
 
 def synchronize() -> None:
-    """Wait until every rank has called this, and the devices of all ranks have completed the work queued before.
+    """Wait until every rank has called this, and every rank's device has completed the work queued on it before.
 
     Collective: every rank must call it. Training does not need it. Call it, for example, before you read the clock, or
     before a rank reads a file that another rank has written.
@@ -339,8 +372,8 @@ def synchronize() -> None:
     the memory of these shards.
 
     Raises:
-        RuntimeError: a rank did not call this in time, or has issued other operations than this rank before. The
-            message names that rank.
+        RuntimeError: a rank did not call this in time, or has previously issued operations that differ from this
+            rank's. The message names that rank.
     """
     world = current_world()
     world.schedule.wait_for_readers()
@@ -372,12 +405,12 @@ def check_zero_level(zero_level: int) -> None:
 
 
 def refuse_parallelism(what: str) -> NoReturn:
-    """Raise NotImplementedError for an option of BMTrain that asks for pipeline parallelism, which is not supported.
+    """Raise NotImplementedError for an option of BMTrain that requests pipeline parallelism, which is not supported.
 
     what: the option, as the user wrote it, for the message.
     """
     raise NotImplementedError(
-        f"{what} is not offered: hf_bmtrain shards weights, gradients and optimizer state over all ranks (ZeRO-2/3), "
+        f"{what} is not supported: hf_bmtrain shards weights, gradients and optimizer state over all ranks (ZeRO-2/3), "
         "and each rank computes all layers. Leave pipe_size at 1; PipelineTransformerBlockList then runs all its "
-        "blocks on every rank. To split single layers over ranks, use tp_size."
+        "blocks on every rank. To split individual layers over ranks, use tp_size."
     )

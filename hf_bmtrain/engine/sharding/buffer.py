@@ -27,9 +27,9 @@ from .unused import UnusedParameters
 class State(Enum):
     """The state of a flat buffer's full parameters: not in memory, being all-gathered, or readable.
 
-    If the shard is the full buffer (with one rank, unless the parameters are quantized), there are no all-gathers, and
-    this state remains SHARDED, although the full parameters are always readable. `ShardedBuffer.is_unsharded` is True
-    also in this case.
+    If the shard is the full buffer (with one rank in the shard group, unless the parameters are quantized), there are
+    no all-gathers, and this state remains SHARDED, although the full parameters are always readable.
+    `ShardedBuffer.is_unsharded` is True in this case, too.
     """
 
     SHARDED = auto()
@@ -41,7 +41,8 @@ class ShardedBuffer:
     """Parameters of one dtype and device in one flat buffer, of which every rank stores an equal part, its shard.
 
     The optimizer updates `shard`. `gather` allocates the full buffer, with memory for the elements of all ranks, and
-    fills it by an all-gather; `reshard` frees it. After a write to the shard, the next `gather` fills it again.
+    fills it by an all-gather; `reshard` frees it. After a write to the shard, the next `gather` fills the full buffer
+    again.
 
     A local parameter contains this rank's elements of one parameter, as a view of `shard`. Local parameters keep this
     object alive. This object refers to local parameters only weakly, so that they are freed with their module.
@@ -52,16 +53,16 @@ class ShardedBuffer:
         world: the ranks over which the parameters are sharded.
         parameters: the full parameters, all of one dtype.
         reduction: averages the gradients over the ranks.
-        storage: determines how the shard is stored and what an all-gather sends. None stores and sends the elements as
-            they are.
+        storage: determines how the shard is stored and what an all-gather sends.
 
     Attributes:
         storage: determines how the shard is stored and what an all-gather sends.
-        shard: (n,) this rank's elements of the flat buffer. It is never reallocated.
+        shard: (n,) this rank's elements of the flat buffer. It is never reallocated. If the parameters are quantized,
+            only `storage` has their values, and those of `shard` are undefined.
         full_params: for each parameter, a Parameter of the full shape. It is readable after `gather` and `wait`, and
             until `reshard`.
         number: the number of this buffer in the order of creation, from 1. It is the same on every rank.
-        local_ranges: for each parameter, which of its elements this rank's shard stores, and their position there.
+        local_ranges: for each parameter, which of its elements this rank's shard stores, and where in the shard.
         gradient: averages the gradients of the parameters over the ranks, and sets the `.grad` of local parameters.
         update: the last update of the shard that an optimizer has started asynchronously. `update.wait()` must be
             called before the shard is read or written; `gather` calls it.
@@ -75,11 +76,7 @@ class ShardedBuffer:
     keeps_address = False
 
     def __init__(
-        self,
-        world: World,
-        parameters: Sequence[torch.nn.Parameter],
-        reduction: Reduction,
-        storage: Storage | None = None,
+        self, world: World, parameters: Sequence[torch.nn.Parameter], reduction: Reduction, storage: Storage
     ) -> None:
         world.buffers.made += 1
         self.number = world.buffers.made
@@ -87,9 +84,9 @@ class ShardedBuffer:
         assert all(p.dtype == dtype for p in parameters), "all parameters of a buffer must have the same dtype"
         self._gather, self.communicator = world.shards, world.shards.communicator
         self.rank, size = self.communicator.rank, self.communicator.size
-        self.storage = storage or Storage()
-        self.storage.buffer = self
-        self.layout = self.storage.layout([p.numel() for p in parameters], size, dtype)
+        self.storage = storage
+        storage.buffer = self
+        self.layout = storage.layout([p.numel() for p in parameters], size, dtype)
         group = world.shard_group
         norms = world.norms or group
         self.placements = [Placement(self.layout, i, p.shape, group, norms) for i, p in enumerate(parameters)]
@@ -116,17 +113,20 @@ class ShardedBuffer:
     def route(
         self, source: torch.Tensor, target: ResizableStorage | None, cut: Sequence[tuple[int, int]] | None = None
     ) -> None:
-        """Choose what later all-gathers send and where they write the result.
+        """Set the tensor that later all-gathers send, and the memory that they fill.
 
-        Called when the memory is allocated, and again if the weights are then to be sent in another form. The buffer
-        must be sharded.
+        Called when the memory is allocated, and again if all-gathers are to send another tensor from then on, such as a
+        copy of the shard that is rounded to 8 bits. At the call, the full buffer must be neither gathered nor being
+        gathered.
 
         Args:
-            source: (n,) this rank's tensor to send, such as the shard, or a copy of it in another dtype.
-            target: the memory for the result, n elements of each rank; None if nothing needs to be gathered.
-            cut: the (start, stop) ranges of this rank's `source` that an all-gather must copy to this rank's `target`.
-                The rest need not be copied there. None chooses the parameters that are divided between ranks, because
-                a parameter that this rank stores in full is read in the shard itself, not in `target`.
+            source: (n,) the tensor that this rank sends: the shard, or another form of it, such as a rounded copy.
+            target: the memory for the result: n elements from each rank, in rank order. None if nothing needs to be
+                gathered.
+            cut: the (start, stop) ranges of `source` that an all-gather must also copy to this rank's own part of
+                `target`. The all-gather may leave the rest of this part unwritten. None, the default, selects the
+                ranges of parameters that are split between ranks. Use it if a parameter that this rank stores in full
+                is read from `source` itself. Pass [(0, n)] if everything is read from `target`.
         """
         self._source, self._target = source, target
         if target is not None and self.keeps_address:
@@ -211,10 +211,10 @@ class ShardedBuffer:
 
     @property
     def needs_collective(self) -> bool:
-        """Whether `gather`, if it were called now, might issue a collective. If False, it would issue none.
+        """Whether `gather` may issue a collective if it is called now. If False, it certainly issues none.
 
-        If ranks may run different blocks (an uneven model), they must agree on the next collective before `gather`.
-        This property tells whether that is necessary.
+        Used in an uneven model, whose ranks may run different blocks. If True, this rank must wait before `gather`
+        until all ranks agree that this all-gather is the next collective. If False, it can call `gather` at once.
         """
         if self._alone or (self._state is not State.SHARDED and self._filled_version == self.shard._version):
             return False
@@ -223,9 +223,9 @@ class ShardedBuffer:
     def take_part(self) -> None:
         """Take part in an all-gather of this flat buffer that only other ranks need, and discard the result.
 
-        Called if other ranks enter a block that this rank does not enter now (an uneven model). Collective: every rank
-        must call either this or `gather`. If this rank's full buffer is filled already, it stays filled, and the result
-        is received in temporary memory.
+        Called in an uneven model, for example if other ranks enter a block that this rank does not enter now.
+        Collective: every rank must call either this or `gather`. If this rank's full buffer is filled already, it stays
+        filled, and the result is received in temporary memory.
         """
         if self._state is State.SHARDED or self._filled_version != self.shard._version:
             self.gather()
@@ -248,7 +248,10 @@ class ShardedBuffer:
             self._collective_log.note(self._entries[evaluates])
 
     def wait(self) -> None:
-        """Make the current stream wait for the all-gather that `gather` started. Then full parameters are readable."""
+        """Make the current stream wait for the all-gather that `gather` started, if any.
+
+        Later work on this stream can then read the full parameters.
+        """
         if self._state is State.GATHERING:
             if self._ticket is not None:
                 self._ticket.wait()
@@ -258,7 +261,7 @@ class ShardedBuffer:
                 self.storage.after_gather()
 
     def reshard(self) -> None:
-        """Free the full buffer, unless `is_resident` is True or the shard is the full buffer (with one rank)."""
+        """Free the full buffer, unless `is_resident` is True, or `sharded` is False (the shard is the full buffer)."""
         if self._state is State.SHARDED:
             return
         if self.resident and self.is_resident:
@@ -267,7 +270,7 @@ class ShardedBuffer:
         self.drop()
 
     def drop(self) -> None:
-        """Free the full buffer, even if it is resident (`is_resident`), in which case `reshard` would keep it.
+        """Free the full buffer. Unlike `reshard`, do so even if it is resident (`is_resident`).
 
         Called by `reshard`, and before `route` changes what all-gathers send.
         """
@@ -284,20 +287,21 @@ class ShardedBuffer:
 
     @property
     def sharded(self) -> bool:
-        """False if the shard is the full buffer: with one rank, unless the parameters are quantized. Otherwise True."""
+        """False if the shard is the full buffer (with one rank, unless the parameters are quantized), else True."""
         return not self._alone
 
     @property
     def is_unsharded(self) -> bool:
-        """True from `gather`, even before `wait`, until the full buffer is freed.
+        """Whether the full buffer has been gathered, or is being gathered.
 
-        Always True if the shard is the full buffer (with one rank, unless the parameters are quantized).
+        True after `gather`, until `reshard` or `drop` frees the full buffer. The full parameters are readable only
+        after `wait`. Always True if the shard is the full buffer (with one rank, unless the parameters are quantized).
         """
         return self._alone or self._state is not State.SHARDED
 
     @property
     def full_nbytes(self) -> int:
-        """The bytes that are allocated while the buffer is unsharded; 0 if the shard is the full buffer (one rank)."""
+        """The bytes that an all-gather allocates for the full buffer; 0 if the shard is the full buffer."""
         return self.storage.memory().nbytes
 
     @contextmanager
@@ -305,8 +309,10 @@ class ShardedBuffer:
         """Context manager inside which the full parameters are readable, for example to save or copy them.
 
         Collective: every rank must call it. At the end, the buffer is resharded, unless it was unsharded before the
-        context. In both cases, the current stream then waits until no rank reads another rank's shard any more, so that
-        shards may be written.
+        context.
+
+        Other ranks may still be reading this rank's shard by peer copies. So the context ends by making the current
+        stream wait for all such reads, and shards may be written afterwards.
         """
         try:
             with self.storage.full_values():
@@ -317,7 +323,7 @@ class ShardedBuffer:
     def prepare_write(self) -> None:
         """Make the current stream wait until no other rank reads this rank's shard, so that it may be written.
 
-        Called before other code than an optimizer writes the shard, for example when a checkpoint is loaded. An
+        Called before code other than an optimizer writes the shard, for example when a checkpoint is loaded. An
         optimizer's step need not call it, because every backward ends with this wait. Collective: every rank must call
         it.
         """
@@ -348,18 +354,21 @@ class ShardedBuffer:
     # -- refused writes and casts -------------------------------------------------------------------------------
 
     def check_unwritten(self, copies: Sequence[torch.nn.Parameter] = ()) -> None:
-        """Raise RuntimeError if a forward cast a full parameter to another dtype or wrote to it in place.
+        """Raise RuntimeError if a forward cast a full parameter to a different dtype, or wrote to it in place.
 
-        Called at the end of each forward that has read the parameters, before the full buffer may be freed. A write
-        would be lost when the buffer is resharded, or would remain only on the rank whose shard contains the whole
-        parameter. Writes are allowed if the shard is the full buffer (with one rank, unless the parameters are
-        quantized). A cast is undone before the error is raised.
+        Called at the end of each forward that has read the parameters, before the full buffer may be freed. Casts and
+        writes are refused, because training would go wrong silently:
+
+        * A cast: the optimizer would not update the cast values. The cast is undone before the error is raised.
+        * A write: it would be lost when the buffer is resharded. Only a rank whose shard contains the whole parameter
+          would keep it, because the full parameter is a view of the shard there. A write is allowed if the shard is the
+          full buffer (with one rank, unless the parameters are quantized).
 
         Args:
-            copies: other Parameters that the forward has written in place; they are treated like written parameters in
-                `full_params`. Outside blocks, each module that reads a parameter gets a Parameter of its own, which
-                shares the memory but not the version counter of the one in `full_params`. This method does not know
-                these Parameters, so the caller checks their version counters and passes those that were written.
+            copies: Parameters that share memory with those in `full_params`, and that the forward has written. These
+                writes are refused in the same way. Outside blocks, each module that reads a parameter gets such a
+                Parameter of its own, with its own version counter. This method cannot find it, so the caller checks the
+                counter and passes the Parameter if it was written.
         """
         dtype, written = self.shard.dtype, [*copies]
         for full in self.full_params:
@@ -370,9 +379,9 @@ class ShardedBuffer:
         if written and self.sharded:
             raise RuntimeError(
                 f"The forward modified sharded parameters in place (shapes {[tuple(full.shape) for full in written]}"
-                f"). With {self.communicator.size} ranks the change would be lost, or would reach only one rank. The "
-                "weights may be wrong now, so load them again. Keep values that a forward changes in a buffer "
-                "(register_buffer), or do not wrap the module that changes them."
+                f"). They are sharded over {self.communicator.size} rank(s), so the change would be lost, or would "
+                "reach only one rank. The weights may be wrong now, so load them again. Keep values that a forward "
+                "changes in a buffer (register_buffer), or do not wrap the module that changes them."
             )
 
     def _refuse_cast(self) -> NoReturn:

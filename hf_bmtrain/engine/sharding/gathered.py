@@ -21,9 +21,9 @@ Wholes = dict[DistributedParameter, torch.nn.Parameter]
 def gathered(what: torch.nn.Module | Iterable[torch.Tensor] | torch.Tensor, modify: bool = False) -> Iterator[Any]:
     """Make full parameters available inside a `with` block, to read or modify them.
 
-    Collective: every rank must enter and leave the block. The full parameters are copies on each rank's device, all at
-    the same time, so the device needs memory for them. They have no `.grad`, and gradients are disabled inside the
-    block. If tensor parallelism splits a tensor, the copy is this rank's part of it.
+    Collective: every rank must enter and leave the block. The full parameters are copies on each rank's device. All
+    copies exist at the same time, so the device needs memory for all of them. They have no `.grad`, and gradients are
+    disabled inside the block. If tensor parallelism splits a tensor, the copy is this rank's part of it.
 
     If `what` is a module, neither it, nor a module that it contains, nor its `state_dict()` can be called inside the
     block. If the code in the block raises an exception, nothing is written back.
@@ -31,16 +31,16 @@ def gathered(what: torch.nn.Module | Iterable[torch.Tensor] | torch.Tensor, modi
     Args:
         what: a module, whose attributes and `parameters()` are full parameters inside the block; or one or several
             sharded parameters.
-        modify: whether to write the values back at the end. All ranks get rank 0's values; of a split parameter, those
-            of the first rank that has the same part. The float32 copies (masters) that AdamOptimizer has of
-            half-precision weights follow the new values.
+        modify: whether to write the values back at the end. All ranks get rank 0's values. (If tensor parallelism
+            splits a parameter, all ranks with the same part get the values of the first of them.) The float32 masters
+            that AdamOptimizer keeps for half-precision weights are changed so that they round to the new values.
 
     Returns:
         A context manager. It yields the module or, for one or several parameters, a list of the full parameters.
 
     Raises:
         TypeError: `what` is neither a module nor parameters.
-        ValueError: `what` is or contains an ordinary tensor, which is not sharded.
+        ValueError: the tensor `what`, or an item of the iterable `what`, is not a sharded parameter.
         RuntimeError: at the end of the block, before anything is written: values were changed without `modify`; values
             of read-only (quantized) weights were changed; a shape or dtype was changed; or a parameter or module was
             replaced, for example by resizing embeddings or tying weights, which must be done before `auto_wrap`.
@@ -109,10 +109,11 @@ def clone_full_params(sharded_params: Iterable[DistributedParameter]) -> Wholes:
 
 @contextmanager
 def _shown(model: torch.nn.Module, slots: Sequence[Slot], full_params: Wholes) -> Iterator[None]:
-    """Put full parameters into a model's modules inside the context, where its forward and `state_dict` raise errors.
+    """Context manager that puts full parameters into the modules of `model`, which cannot be called inside the context.
 
-    At the end, the local parameters are put back. If the code inside the context has replaced a parameter or module,
-    this is undone, and RuntimeError is raised.
+    There, the forward and the `state_dict` of each module raise RuntimeError. At the end, the local parameters are put
+    back. If the code inside the context has replaced a parameter or module, the replacement is undone, and RuntimeError
+    is raised.
 
     slots: the entries of modules' `_parameters` that are set to local parameters.
     full_params: for each local parameter, the full parameter that replaces it.
@@ -174,7 +175,7 @@ def _write_back(world: World, full_params: Wholes) -> None:
     for sharded, full in full_params.items():
         values = full.detach().to(sharded.device, copy=True).contiguous()
         if values.numel():
-            sharded.buffer.communicator.broadcast(_bytes(values), 0).wait()
+            sharded.buffer.communicator.broadcast(values, 0).wait()
         sharded.copy_(sharded.take(values))
 
 
@@ -196,7 +197,7 @@ def _check_unchanged(world: World, full_params: Wholes, modify: bool) -> None:
     way_out = "the context is read-only. To write, use bmt.gathered(..., modify=True)"
     if modify:
         way_out = next(iter(full_params)).buffer.storage.read_only
-    world.raise_everywhere(f"gathered: parameters were changed, but cannot keep the changes: {way_out}", problem)
+    world.raise_everywhere(f"gathered: parameters were changed, but the changes cannot be kept: {way_out}", problem)
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:

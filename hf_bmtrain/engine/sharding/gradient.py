@@ -23,7 +23,7 @@ from .unused import UnusedParameters
 class _Norms:
     """Callable that returns the SegmentNorms of a flat gradient, an object that computes the norm of each `.grad`.
 
-    The first call creates the object, because usually no norm is read. Later calls return the same object.
+    The object is created only at the first call, because usually no norm is read. Later calls return the same object.
 
     arguments: the arguments with which to create the SegmentNorms.
     """
@@ -87,7 +87,7 @@ class GradientBuffer:
         self.requires_grad = [full.requires_grad for full in full_params]
         self.trained = [False] * len(full_params)
         self._full_params_require_grad = list(self.requires_grad)  # the present `requires_grad` of the full parameters
-        self._noted_require_grad = list(self.requires_grad)  # the last one that was noted in the collective log
+        self._noted_require_grad = list(self.requires_grad)  # the values last recorded in the collective log
         self._begun = False  # True while the shard is being written: from a backward's first gradient to `receive`
         self._pending: PendingReduce | None = None  # None except from `send` to `receive`
         self._collected: set[int] = set()
@@ -98,7 +98,7 @@ class GradientBuffer:
         self._norms: _Norms | None = None
         self.shard: torch.Tensor | None = None
         self._total: torch.Tensor | None = None  # the running sum of several backwards, float32 or wider, or None
-        self._handed: list[torch.Tensor | None] = [None] * len(full_params)
+        self._handed: list[ShardTensor | None] = [None] * len(full_params)
         sizes = placements[0].layout.shard_sizes(self._communicator.rank)
         # `sizes` alternates between padding (at even positions) and parameters. Leave out empty padding, but keep empty
         # parameters.
@@ -123,7 +123,8 @@ class GradientBuffer:
     def follow_requires_grad(self) -> None:
         """Copy `requires_grad` from the local parameters to the full parameters.
 
-        Called before each training forward, because users freeze the local parameters, but autograd uses the full ones.
+        Called before each training forward of a block, because users freeze the local parameters, but autograd uses the
+        full ones. (Root parameters are read as separate Parameters, for which `OnDemandGather.read` does the same.)
         """
         if self.requires_grad != self._full_params_require_grad:
             for full, required in zip(self._full_params, self.requires_grad):
@@ -131,10 +132,16 @@ class GradientBuffer:
             self._full_params_require_grad = list(self.requires_grad)
 
     def free_if_unused(self) -> None:
-        """Free the memory of the gradient (`shard` and the running sum), so that the next forward can use it.
+        """Free the memory of the flat gradient (`shard` and the running sum) if it is no longer needed.
 
-        Nothing is freed in three cases: a local parameter has a `.grad`; a backward is writing to `shard` (from its
-        first gradient until `receive`); or `decide` must still be called, which may set a `.grad` to a view of `shard`.
+        Called, for example, before each training forward of a block, so that the forward can use the memory. Setting
+        every `.grad` to None, as `zero_grad` does, does not free it, because this object refers to it.
+
+        The memory is still needed, and nothing is freed, in three cases:
+
+        * A local parameter has a `.grad`.
+        * A backward is writing to `shard`: from its first gradient until `receive`.
+        * `receive` returned True, and `decide`, which may set a `.grad` to a view of `shard`, was not called yet.
         """
         if self.shard is not None and not self._begun and not self._absent and self._fresh:
             self.shard = self._total = self._squares = self._norms = None
@@ -157,13 +164,19 @@ class GradientBuffer:
         return [None if (local := reference()) is None else local.grad_now for reference in self.slices]
 
     def set_aside(self) -> Callable[[], None]:
-        """Remove `.grad` and gradient hooks from the local parameters, and return a function that restores them.
+        """Remove the `.grad` and the gradient hooks of the local parameters until the returned function is called.
 
-        This allows a backward that is not part of training, for example one whose gradients are only compared.
+        Call this before a backward that is not part of training, for example one that only checks whether the gradients
+        are right. That backward then adds nothing to the gradients of training, and calls none of these hooks. No
+        backward may be running.
+
+        Returns:
+            A function without arguments. Call it after that backward: it sets every `.grad` back to its former value,
+            and registers the hooks again.
         """
         slices = [local for each in self.slices if (local := each()) is not None]
         gradients = [(local, local.grad, local._gradient_hooks.copy()) for local in slices]
-        names = ("shard", "_total", "_squares", "_norms", "_handed", "_version")
+        names = ("shard", "trained", "_total", "_squares", "_norms", "_handed", "_version")
         values = {name: getattr(self, name) for name in names}
         self.shard = self._total = self._squares = self._norms = None
         self._handed = [None] * len(self._handed)
@@ -185,10 +198,10 @@ class GradientBuffer:
     def collect(self, index: int, gradient: torch.Tensor) -> None:
         """Store a gradient of a full parameter, to be averaged over the ranks by the next `send`.
 
-        Called in backward for gradients that are not in the `.grad` of the full parameters. This concerns parameters
-        outside blocks, of which each module that reads them gets its own Parameter, and parameters whose gradient a
-        fused loss or `DistributedParameter.gather` computes. Several gradients of one parameter are added up. Gradients
-        of a frozen parameter are dropped.
+        Called in backward for gradients that autograd does not store in the `.grad` of the full parameters. These are
+        the gradients of parameters outside blocks (each module reads a separate Parameter object for them), and the
+        gradients that a fused loss or the backward of `DistributedParameter.gather` computes. Several gradients of one
+        parameter are added up. Gradients of a frozen parameter are dropped.
 
         index: the index of the parameter in the flat buffer.
         gradient: this rank's gradient, in the parameter's full shape.
@@ -240,8 +253,8 @@ class GradientBuffer:
     def _note_absent(self, lacking: list[int]) -> None:
         """Post the indices of the parameters that this rank did not use in the backward, for the other ranks to read.
 
-        Parameters that have a `.grad` from an earlier backward are left out, because the mean is added to this `.grad`
-        in any case.
+        Frozen parameters are left out, because they get no `.grad`. So are parameters that have a `.grad` from an
+        earlier backward, because the mean is added to it in any case.
 
         lacking: the indices of full parameters whose `.grad` is None. Those whose gradient was passed to `collect` were
             used nevertheless.
@@ -263,10 +276,10 @@ class GradientBuffer:
 
         A parameter that has no `.grad` yet, and that this rank did not use in the backward, gets a `.grad` only if
         another rank used it. This is known only when the mean has arrived on the device. The host does not wait for it
-        here, so this method leaves such a parameter undecided. `decide` waits later, and sets its `.grad` if needed.
+        here, so this method leaves such a parameter undecided. `decide` waits later, and sets the `.grad` if needed.
 
-        If any local parameter of the buffer has a gradient hook, the host waits here, so that no parameter stays
-        undecided: all ranks must call the hooks in the same order.
+        If a local parameter of the buffer has a gradient hook, however, the host does wait here, so that no parameter
+        stays undecided: all ranks must call the hooks in the same order.
 
         Returns:
             True if a parameter is undecided, so that `decide` must be called later. False otherwise; always False with
@@ -275,7 +288,7 @@ class GradientBuffer:
         assert self._pending is not None and self.shard is not None
         self._pending.wait()
         self._squares, self._pending, self._begun = self._pending.squares, None, False
-        torch.autograd.graph.increment_version(self.shard)  # NCCL does not increment it when it writes to the shard
+        torch.autograd.graph.increment_version(self.shard)  # NCCL writes to the shard without incrementing its version
         self._version = self.shard._version
         if self._segments is not None:
             values = as_real(self.shard) if self._is_complex else self.shard
@@ -285,8 +298,9 @@ class GradientBuffer:
         if not self._absent:
             self._hand_out(self._indices)
             return False
-        # Gradient hooks may be collective, so all ranks must call them in the same order. So if there are any, the host
-        # waits here, not later in `decide`, to find out which parameters no rank used. With one rank, it need not wait.
+        # Gradient hooks may be collective, so all ranks must call them in the same order. If a parameter has hooks, the
+        # host therefore waits here, instead of later in `decide`, to find out which parameters no rank used. With one
+        # rank, there is nothing to wait for.
         hooked = any(local is not None and local._gradient_hooks for local in (each() for each in self.slices))
         if hooked or self._alone:
             self._absent, unused = [], self._find_unused()
@@ -325,15 +339,17 @@ class GradientBuffer:
         self._collected.clear()
         self._absent = []
         if self._pending is not None:
-            self._pending.cancel()  # it may have written to the shard, so the sums of squares are not valid
-            self._pending = self._squares = None
+            self._pending.cancel()
+            self._pending = self._squares = None  # the reduction may have changed the shard since these were computed
         self._begun = False
         # Free the shard, because its contents (padding included) are undefined now. If it were kept and the user then
         # set a `.grad`, the next backward would add its gradients to these contents.
         self.free_if_unused()
 
     def _begin(self) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return the tensors into which this backward's gradients are reduced. The first call in a backward makes them.
+        """Return the tensors into which this backward's gradients are reduced.
+
+        The first call in each backward prepares these tensors.
 
         Returns:
             (shard, total): `shard` receives this rank's part of the mean gradient. `total` is the sum of the gradients
@@ -374,8 +390,8 @@ class GradientBuffer:
         """Return the sums of squares of the gradients of k parameters, over this rank's elements, as (k,) float64.
 
         OptimManager uses them for the gradient norm. Some reductions compute them while they average the gradients.
-        Returns None if the last reduction did not, if one of these gradients is None or was replaced after the
-        reduction, or if `shard`, the flat gradient, was written to after it.
+        Returns None if the last reduction did not compute them, if one of these gradients is None or was replaced after
+        the reduction, or if `shard`, the flat gradient, was written to after the reduction.
 
         Args:
             indices: the indices of k consecutive parameters.
@@ -391,8 +407,8 @@ class GradientBuffer:
         """Return elements start:stop of this rank's running sum of gradients, before it is rounded into `shard`.
 
         Optimizers use this sum instead of a half-precision `.grad`, because it is more precise. The result is a view in
-        float32 or wider. Returns None if there is no sum, because only one backward has added to `.grad` since it was
-        None, or if `shard` or a `.grad` (a view of it) was written to after the last reduction.
+        float32 or wider. Returns None if there is no sum yet (only one backward has contributed to the gradients since
+        they were all None), or if `shard` or a `.grad` (a view of it) was written to after the last reduction.
 
         start, stop: indices into `shard`.
         """
@@ -406,15 +422,20 @@ class GradientBuffer:
         The running sum of earlier backwards is kept if there is one, because it is more precise than `.grad`. If there
         is none, or if the user has written to a `.grad` in place, `shard` is copied into a new sum. Then the parts of
         parameters whose `.grad` the user has replaced are overwritten: with the new `.grad`, or with zeros if it is
-        None.
+        None. The former `.grad`, which the user may still have, keeps its values in other memory.
         """
         if self.shard is None:
             self.shard = torch.zeros_like(self._like)
         if self._total is None or not self._unwritten:
             wide = torch.promote_types(self.shard.dtype, torch.float32)
             self._total = self.shard if wide == self.shard.dtype else self.shard.to(wide)
+        gradients = self._gradients
         with WithoutTorchFunction():
-            for gradient, local_range, handed in zip(self._gradients, self._local_ranges, self._handed):
+            for index, handed in enumerate(self._handed):
+                if handed is not None and gradients[index] is not handed:
+                    handed.separate()
+                    self._handed[index] = None
+            for gradient, local_range, handed in zip(gradients, self._local_ranges, self._handed):
                 if gradient is handed and gradient is not None:
                     continue
                 target = self._total[local_range.shard_start : local_range.shard_stop]
@@ -423,7 +444,8 @@ class GradientBuffer:
     def _hand_out(self, indices: Iterable[int]) -> None:
         """Set the `.grad` of the local parameters with these indices, then call their gradient hooks.
 
-        Each `.grad` becomes a view of `shard`, this rank's shard of the flat gradient. Frozen parameters get none.
+        Each `.grad` becomes a view of `shard`, this rank's shard of the flat gradient. The `.grad` of frozen parameters
+        does not change.
         """
         assert self.shard is not None
         norms = self._norms

@@ -24,15 +24,17 @@ class _Saved:
 
 
 class OnDemandGather:
-    """Keeps a flat buffer of root parameters (outside blocks) unsharded from the first read until backward is over.
+    """All-gathers a flat buffer of root parameters (outside blocks) when it is read, and reshards it after use.
 
-    It may be resharded earlier, depending on where its parameters are read:
+    When it is resharded depends on where its parameters are read:
 
-    * If they are read only inside the context `watch`, which sees every tensor that autograd saves, the buffer is
-      resharded as soon as autograd keeps no view of it. An embedding saves no weights, and a linear layer saves its
-      weights until its own backward is over.
-    * If they are read outside `watch`, or if views of them leave the context (for example in the outputs of a module),
-      the buffer stays unsharded until the whole backward is over.
+    * Usually, all reads are inside the context `watch`, which sees every tensor that autograd saves. The buffer can
+      then be resharded early, when autograd keeps no view of its parameters. An embedding saves no view of its weight,
+      so the buffer is resharded at the end of the embedding's forward. A linear layer saves its weight until its own
+      backward. `watch` describes the exact conditions.
+    * If a parameter is read outside `watch`, or if a view of one leaves the context (for example in the outputs of a
+      module), autograd may save views that `watch` does not see. The buffer then stays unsharded until the whole
+      backward is over or, if no backward can follow, until the end of the forward.
 
     If autograd unpacks a saved view after the buffer was resharded, for example in a second backward, the buffer is
     gathered again. Each all-gather is collective, so every rank must read the buffer at the same points of the forward
@@ -43,9 +45,9 @@ class OnDemandGather:
         buffer: the flat buffer to unshard.
 
     Attributes:
-        unwatched: whether, in this forward pass, the buffer was read outside `watch`, or code outside `watch` may have
-            views of its parameters. `read` sets the attribute in the first case. In the second case, the code that lets
-            views out of the context must set it before the context ends.
+        unwatched: whether, in this forward pass, there may be views of the parameters that `watch` does not see. If
+            True, the buffer is not resharded early. A read outside `watch` sets it to True. Code that lets a view out
+            of the context `watch` must set it to True before the context ends.
         read_inside: whether the buffer was read since the current or last context `watch` began.
     """
 
@@ -55,8 +57,8 @@ class OnDemandGather:
         self._saved = weakref.WeakSet[_Saved]()
         self._watched = False
         self.unwatched = self.read_inside = False
-        self._passes = 0  # forward passes with gradients that have read the parameters since the last backward
-        # Whether a read was noted whose gradient may come at any time in a backward (`note_read`, `count_pass`).
+        self._passes = 0  # the number of training forwards that have read the parameters since the last backward
+        # Whether `note_read` or `count_pass` has recorded a read whose gradient may come at any time in a backward.
         self._read_elsewhere = False
         self._sent = False  # whether the running backward has started the reduction
 
@@ -97,8 +99,8 @@ class OnDemandGather:
     def holds(self, tensor: torch.Tensor) -> bool:
         """Return whether `tensor` is a view of one of the full parameters that this object unshards.
 
-        Asked about each output of the model (by `ForwardPass.holds`), because such a view becomes invalid when the
-        parameters are freed. False if this rank's shard is the full buffer, because nothing is freed then.
+        Called, for example, for each output of the model (by `ForwardPass.holds`), because such a view becomes invalid
+        when the parameters are freed. False if this rank's shard is the full buffer, because nothing is freed then.
         """
         return self._buffer.storage.holds(tensor)
 
@@ -110,8 +112,9 @@ class OnDemandGather:
         Called when code accesses a parameter as an attribute of a DistributedModule. Collective inside a forward or
         backward if the buffer is sharded at this moment, because it is then all-gathered.
 
-        If several modules read a (tied) parameter, each gets its own Parameter over the same memory. Thus each module's
-        gradient can be passed on as soon as it is complete, without waiting for the other modules.
+        If several modules read a (tied) parameter, each gets its own Parameter over the same memory. Thus autograd
+        computes a separate gradient for each module. As soon as it is complete, `collect` adds it to the flat buffer's
+        gradient, without waiting for the other modules.
 
         Args:
             sharded: the local parameter.
@@ -137,9 +140,14 @@ class OnDemandGather:
         return full
 
     def count_pass(self) -> None:
-        """Note that a forward pass with gradients reads the parameters. Called at its first read.
+        """Count a training forward pass that reads the parameters. Called at the first read in the pass.
 
-        If this read is without gradients, a reentrant checkpoint may repeat it in backward, with gradients.
+        A backward may reduce the gradients of these parameters before its end only if exactly one pass has been counted
+        since the last backward (see `take_complete_gradients`). After several passes, the gradients of another pass may
+        still follow.
+
+        If gradients are disabled at this read, the pass is not counted. The read may be inside a reentrant checkpoint,
+        which repeats it in backward. So all later backwards reduce the gradients only at their end.
         """
         if torch.is_grad_enabled():
             self._passes += 1
@@ -147,10 +155,10 @@ class OnDemandGather:
             self._read_elsewhere = True
 
     def note_read(self) -> None:
-        """Note that code reads a parameter without a module: `gather` outside a forward pass, or a fused loss.
+        """Record that a parameter is read without a module: by `gather` outside a forward pass, or by a fused loss.
 
-        It is not known when backward computes the gradient of such a read. So if gradients are enabled, no reduction
-        starts before the end of a backward from then on.
+        It is not known when backward will compute the gradient that comes from such a read. So if gradients are enabled
+        now, all later backwards reduce the gradients of the buffer's parameters only at their end.
         """
         if torch.is_grad_enabled():
             self._read_elsewhere = True
@@ -188,9 +196,9 @@ class OnDemandGather:
     def collect(self, index: int, gradient: torch.Tensor) -> None:
         """Add a gradient to the flat buffer's gradient, which is later averaged over the ranks.
 
-        Called in backward, once for each reader of the parameter, when the gradient with respect to the values that it
-        has read is complete. A reader is a module, a call of `DistributedParameter.gather`, or a fused loss. The
-        gradients of several readers are summed.
+        Called in backward, once for each reader of the parameter, when autograd has computed that reader's gradient. A
+        reader is a module, a call of `DistributedParameter.gather`, or a fused loss. The gradients of several readers
+        are summed.
 
         Args:
             index: the index of the parameter in the flat buffer.
@@ -209,10 +217,9 @@ class OnDemandGather:
         self._buffer.gradient.collect(index, gradient)
 
     def check_unwritten(self) -> None:
-        """Raise RuntimeError if a forward wrote to a full parameter in place, or cast it to another dtype.
+        """Raise RuntimeError if a forward wrote to a full parameter in place, or cast it to a different dtype.
 
-        Called at the end of the outermost forward, before the full parameters are freed, because the change would then
-        be lost.
+        Called at the end of the outermost forward, because the change is lost when the full parameters are freed.
         """
         copies = [full for own in self._parameters.values() for full in own.values() if full._version]
         self._buffer.check_unwritten(copies)
@@ -244,10 +251,13 @@ class OnDemandGather:
         return saved.view
 
     def prepare_backward(self, unwatched: bool) -> None:
-        """Start to all-gather the full parameters if backward needs them. Called when backward begins.
+        """Start to all-gather the full parameters if backward may read them. Called when backward begins.
 
-        unwatched: whether the forward pass read a parameter outside the context `watch`. Autograd may then have saved
-            views that this object does not know of, so the full parameters are gathered in any case.
+        Backward may read them in two cases: `watch` has seen that autograd saved a view of a full parameter, or the
+        argument `unwatched` is True. Otherwise nothing is gathered. Collective if an all-gather is started.
+
+        unwatched: the value of the attribute `unwatched` at the end of the forward pass. If it is True, autograd may
+            have saved views that `watch` has not seen. The current stream then also waits for the all-gather.
         """
         self._schedule.join_backward(self)
         self.unwatched = unwatched or (self.unwatched and self._schedule.is_reading(self))
@@ -255,16 +265,24 @@ class OnDemandGather:
             self._schedule.gather(self._buffer)
         if unwatched:
             # Make the current stream wait now, because nothing is called when backward reads a view that was saved
-            # outside `watch`. (When it reads a view that was saved inside `watch`, `_restore` is called, and does so.)
+            # outside `watch`. (When backward reads a view that was saved inside `watch`, `_restore` waits.)
             self._buffer.wait()
 
     def take_complete_gradients(self) -> list[GradientBuffer]:
-        """Return the gradients to average before the end of the backward: those of the flat buffer, or none.
+        """Return the flat buffer's gradient, for the caller to average now, before the end of the backward.
 
-        Called when the running backward has computed all gradients of its own forward pass. None are returned if the
-        parameters are frozen, or were also read by another forward pass or elsewhere, because gradients of those reads
-        may still follow. If a gradient follows nevertheless, as from a graph that an earlier backward has retained, it
-        is averaged at the end of the backward, and gradient hooks are called a second time.
+        Called by `Schedule.send_tail`, when the running backward has computed all gradients of these parameters that
+        come from its own forward pass. The caller must average the returned gradient. `finish_backward` then does not
+        average it again.
+
+        In rare cases, another gradient of these parameters still follows, for example if the backward also runs through
+        a graph that an earlier backward has retained. It is averaged at the end of the backward, and gradient hooks are
+        called a second time.
+
+        Returns:
+            A list that contains the GradientBuffer of the flat buffer. The list is empty in three cases: all parameters
+            are frozen; the number of training forward passes that have read them since the last backward is not one; or
+            they were ever read in a way that makes the time of the gradient unknown (see `note_read` and `count_pass`).
         """
         if self._passes != 1 or self._read_elsewhere or not self._buffer.gradient.trainable:
             return []
@@ -274,8 +292,8 @@ class OnDemandGather:
     def finish_backward(self) -> None:
         """Free the full parameters and start to average their gradients over the ranks. Called when backward ends.
 
-        The average may have been started before, see `take_complete_gradients`. It is started again if a gradient has
-        been collected since.
+        If `Schedule.send_tail` has started to average them earlier in this backward, another average is started only if
+        a gradient has been collected since.
 
         Collective: every rank must call it. The full parameters are not freed if this backward runs inside another one
         (in a reentrant checkpoint) that still needs them, or inside a forward that has read them.
@@ -294,7 +312,7 @@ class OnDemandGather:
     def abandon_backward(self) -> None:
         """Free the full parameters and drop their gradients, because the last backward raised an exception.
 
-        Called when the next forward begins, or the next model is wrapped.
+        Called later, for example when the next forward begins or the next model is wrapped.
         """
         self._end_backward()
         self._passes, self._sent = 0, False
@@ -308,11 +326,16 @@ def watch(group: Sequence[OnDemandGather]) -> Iterator[None]:
     A DistributedModule (a module that all-gathers its parameters when they are read) runs its forward inside this
     context if it has no children and gradients are enabled.
 
-    At the end of the context, the full parameters of a flat buffer are freed if all of the following hold: autograd has
-    saved no view of them, they were read in this context and never outside `watch`, and only one module has ever read
-    parameters of this buffer. (Other modules may soon read them again, as with tied weights.) Views that autograd has
-    not saved then become invalid. So if code outside the context may have such views, for example in the outputs of the
-    module, `unwatched` of their OnDemandGather must be set to True before the context ends; nothing is freed then.
+    At the end of the context, the full parameters of a flat buffer are freed if all of the following hold:
+
+    * Autograd has saved no view of them.
+    * They were read in this context and, in this forward pass, not outside `watch`.
+    * Only one module has ever read parameters of this buffer. (Otherwise, for example if weights are tied, another
+      module may soon read them.)
+
+    Views that autograd has not saved then become invalid. So if code outside the context may have such views, for
+    example in the outputs of the module, `unwatched` of their OnDemandGather must be set to True before the context
+    ends; nothing is freed then.
 
     If contexts for the same buffer are nested, its parameters are freed only at the end of the outer one, whose code
     may still have views.
@@ -353,6 +376,6 @@ def watch(group: Sequence[OnDemandGather]) -> Iterator[None]:
         for gather in begun:
             gather._watched = False
     for gather in begun:
-        # A buffer that was not read may have been gathered ahead, for a read that follows.
+        # Do not free a buffer that was not read here: it may have been prefetched for a read that follows.
         if gather.read_inside and len(gather._parameters) == 1:
             gather._release_if_unneeded()

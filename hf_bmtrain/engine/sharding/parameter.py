@@ -25,8 +25,9 @@ class Origin(NamedTuple):
         model: a number that is larger for models that were wrapped later. Messages about several models sort parameters
             by it.
         number: the parameter's position in `model.named_parameters()`, from 0.
-        block: the name of the parameter's block in the model, "" for a root parameter.
-        name: the parameter's name in the block or, for a root parameter, in the model.
+        block: the block that contains the parameter, by its name in the model; "" if the parameter is outside blocks or
+            in several.
+        name: the parameter's name in this block or, if `block` is "", in the model.
     """
 
     model: int
@@ -55,17 +56,19 @@ class DistributedParameter(ShardBase, torch.nn.Parameter):
     plain torch. With tensor parallelism (`tp_size` of `init_distributed`), `tp_mode` decides how a gradient is reduced.
 
     Args:
-        data: the full values, of any shape. All ranks get those of rank 0. If `tp_split_dim` splits the tensor: this
-            rank's part of it. All ranks with the same part get the values of the first tensor-parallel group.
+        data: the full values, of any shape; all ranks get those of rank 0. If the tensor is split (`tp_split_dim`),
+            pass this rank's part instead; all ranks with the same part get the values of the first tensor-parallel
+            group.
         requires_grad: whether the parameter requires a gradient.
         init_method: a function that fills a full tensor in place; `init_parameters` calls it.
         group: a name by which `grouped_parameters` groups parameters.
         tp_mode: whether the ranks of a tensor-parallel group use the parameter for the same rows of the batch. Ignored
             without tensor parallelism. True: each rank has the gradient for all rows of its group, so it is averaged
             over all ranks or, if the tensor is split, over the ranks that have the same part. False: each rank of a
-            group uses other rows, so the gradient is summed over the ranks of a group, and averaged over the groups.
-        tp_split_dim: the dimension on which the tensor is split over the ranks of a tensor-parallel group; -1 if it is
-            not split. Ignored unless `tp_mode` is True. The parameter has the shape of one part, and is sharded over
+            group uses different rows, so the gradient is summed over the ranks of a group, and averaged over the
+            groups.
+        tp_split_dim: the dimension along which the tensor is split over the ranks of a tensor-parallel group; -1 if it
+            is not split. Ignored unless `tp_mode` is True. The parameter has the shape of one part, and is sharded over
             the ranks that have the same part, one in each group. State dicts contain the whole tensor, before the
             split.
 
@@ -74,8 +77,8 @@ class DistributedParameter(ShardBase, torch.nn.Parameter):
         origin: where `auto_wrap` found the parameter; None if it was created in another way.
 
     Raises:
-        ValueError: `data` is on the meta device, its dtype cannot require a gradient, or it has no dimension
-            `tp_split_dim`.
+        ValueError: `data` is on the meta device; `requires_grad` is True although the dtype is neither floating-point
+            nor complex; or `data` has no dimension `tp_split_dim`.
     """
 
     is_parameter = True
@@ -158,8 +161,8 @@ class DistributedParameter(ShardBase, torch.nn.Parameter):
     def trained(self) -> bool:
         """Whether the parameter was ever trained, even if it is frozen now.
 
-        Checkpoints of only the trained parameters contain every parameter of which this is True. (A parameter may be
-        frozen only for a time: PEFT freezes adapters while they are inactive.)
+        Checkpoints of only the trained parameters contain every parameter for which this is True. (A parameter may be
+        frozen temporarily: PEFT freezes adapters while they are inactive.)
 
         The value is True if the parameter required a gradient when the gradients of its flat buffer were reduced, in
         any backward so far, or if a loaded checkpoint says that it was trained.
@@ -183,21 +186,24 @@ class DistributedParameter(ShardBase, torch.nn.Parameter):
     def autograd_leaves(self) -> list[torch.Tensor]:
         """Return the leaves of autograd's graph that get this parameter's gradient on this rank.
 
-        You need not call it: `loss.backward(inputs=[parameter])` does. Forwards read full parameters, not the sharded
-        one.
+        Forwards read full parameters, so these are leaves of the graph. This parameter itself is a leaf only for
+        results of `gather`. `loss.backward(inputs=[parameter])` therefore passes all of them to autograd. You need not
+        call this method yourself.
 
         Returns:
-            The full parameter that a block reads, the full parameter of each module outside blocks that has read it so
-            far (all of them share memory), and this parameter itself, from which `gather` computes its result.
+            The Parameter object that blocks read; one Parameter object for each module outside blocks that has read
+            this parameter so far; and this parameter itself. All except the last are full parameters, over the same
+            memory. Tensors that require no gradient are left out. If none requires a gradient, the list contains only
+            this parameter, so that autograd raises its usual error.
         """
         read = [] if self.on_demand is None else self.on_demand.full_params(self.index)
         leaves: list[torch.Tensor] = [each for each in (self.full, *read, self) if each.requires_grad]
         return leaves or [self]  # autograd then raises its error for tensors that require no gradient
 
     def read_full(self) -> torch.Tensor:
-        """Return the full parameter. Not for users, who call `gather`, which returns the same.
+        """Return the full parameter. For internal use: users call `gather`, which returns the same.
 
-        Sharded tensors of all classes have this method. Functions of torch call it if they need all elements.
+        Sharded tensors of all classes have this method. Torch functions that need all elements call it.
         Collective: every rank must call it.
 
         Returns:
@@ -243,16 +249,17 @@ class DistributedParameter(ShardBase, torch.nn.Parameter):
 
     @property
     def storage_kind(self) -> StorageKind:
-        """The StorageKind with which a full copy of this parameter is to be sharded.
+        """The StorageKind that a full copy of this parameter gets. It may differ from that of the parameter itself.
 
-        A full copy is made when the parameter or its model is deep-copied, and when the parameter is sharded again.
-        `mark` then gives this StorageKind to the copy.
+        A StorageKind defines in which form shards are stored and sent, and over which ranks. A full copy is made when
+        the parameter or its model is deep-copied, and when the parameter is sharded again. `mark` sets the StorageKind
+        as an attribute of the copy, unless it is PLAIN. It is used when the copy is sharded.
 
         * With tensor parallelism, it is the StorageKind of the parameter itself if the parameter is a part of a split
           tensor, or was created with `tp_mode=True` (all ranks of a tensor-parallel group use it for the same rows of
           the batch). The copy is then sharded, and its gradient averaged, over the same ranks.
-        * Otherwise it is PLAIN, even if the parameter is quantized or all-gathered in 8 bits. How to store the copy is
-          then chosen as for a new parameter.
+        * Otherwise it is PLAIN (elements are stored as they are), even if the parameter is quantized or all-gathered in
+          8 bits. PLAIN leaves the choice open: how to store the copy is chosen as for a new parameter.
         """
         return self.buffer.storage.kind or PLAIN
 
@@ -292,7 +299,7 @@ class DistributedParameter(ShardBase, torch.nn.Parameter):
             some ranks it may be empty.
 
         Raises:
-            ValueError: `full` has another shape.
+            ValueError: the shape of `full` is not `full_shape`.
 
         Example::
 
@@ -302,8 +309,8 @@ class DistributedParameter(ShardBase, torch.nn.Parameter):
         expect_tensor("full", full)
         if full.shape != self.full_shape:
             raise ValueError(
-                f"a tensor with the full shape of the sharded parameter, {tuple(self.full_shape)}, is needed, but the "
-                f"given one has shape {tuple(full.shape)}. Pass the full tensor, not one rank's elements"
+                f"the tensor must have the full shape of the sharded parameter, {tuple(self.full_shape)}, but it has "
+                f"shape {tuple(full.shape)}. Pass the full tensor, not one rank's elements"
             )
         # The caller may copy the result into the shard, to which an asynchronous optimizer step may still write.
         self.buffer.update.wait()
@@ -316,15 +323,15 @@ class DistributedParameter(ShardBase, torch.nn.Parameter):
         elements are then taken from its part of `whole`.
 
         Args:
-            whole: a tensor of any dtype and device. Its shape is `full_shape`. If the parameter is split, it must be
-                the shape before the split, in which dimension `tp_split_dim` is tp_size times as large.
+            whole: a tensor of any dtype and device. Its shape must be `full_shape` or, if the parameter is split, the
+                shape before the split, in which dimension `tp_split_dim` is tp_size times as large.
 
         Returns:
             A sharded tensor. Its memory is a view of `whole`, or of a copy if this rank's part of `whole` is not
             contiguous. On some ranks it may be empty.
 
         Raises:
-            ValueError: `whole` has another shape.
+            ValueError: `whole` does not have this shape.
         """
         expect_tensor("whole", whole)
         return self.take(self.buffer.storage.own(self.index, whole))
@@ -332,8 +339,14 @@ class DistributedParameter(ShardBase, torch.nn.Parameter):
     def register_post_accumulate_grad_hook(self, hook):
         """Register a hook that is called after a backward has added the gradient, averaged over ranks, to `.grad`.
 
-        Register it on every rank. All ranks call the hooks in the same order, even ranks that did not use the
-        parameter, so hooks may be collective. If no rank used the parameter in a backward, no rank calls them.
+        Register the hook on every rank. All ranks call their hooks in the same order, even ranks that did not use the
+        parameter in the backward. So a hook may be collective.
+
+        If no rank used the parameter in the backward, `.grad` keeps its values. The hook may nevertheless be called, in
+        two cases:
+
+        * The parameter has a `.grad` from an earlier backward (gradient accumulation).
+        * The parameter is frozen, but another parameter of its flat buffer is trained.
 
         Args:
             hook: a function that takes this parameter.
@@ -405,9 +418,10 @@ def is_part(parameter: object) -> bool:
 
 
 def is_read_only(parameter: object) -> bool:
-    """Return whether `parameter` is sharded and, being quantized, can be neither written nor trained.
+    """Return whether `parameter` is a quantized sharded parameter, which can be neither written nor trained.
 
-    Code that saves or loads checkpoints calls this, because checkpoints cannot contain such parameters.
+    Called when a checkpoint is saved, because it cannot contain such a parameter, and when a checkpoint is loaded,
+    because the loaded values cannot be written to such a parameter.
     """
     return isinstance(parameter, DistributedParameter) and parameter.buffer.storage.read_only is not None
 

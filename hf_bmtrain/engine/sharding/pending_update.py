@@ -13,20 +13,25 @@ from ..comm.streams import Ticket
 class PendingUpdate:
     """The last update of a shard that an optimizer started asynchronously, for example on another stream.
 
-    The current stream must wait for the update before the shard is read or written. `ShardedBuffer.gather`,
-    `parameter.take`, the attribute `.data` and torch operations on a local parameter include this wait. If other ranks
-    copy weights directly from this rank's memory, `announce` makes them wait as well.
+    The current stream must wait for the update before the shard is read or written. These operations include the wait:
+
+    * `ShardedBuffer.gather`,
+    * the attribute `.data` of a local parameter, and torch operations on it,
+    * `parameter.take(full)`, because its result is usually written to the shard next.
+
+    With peer copies, other ranks read this rank's shard directly. `announce` makes them wait for the update as well.
 
     Until `wait` is called, this object keeps references to the gradients that the update reads, so that their memory is
     not reused.
 
     Args:
-        gather: the object that all-gathers the shard. `announce` tells it about the update.
+        gather: the object that all-gathers the shard. `announce` makes its later all-gathers wait for the update.
 
     Attributes:
         ticket: a handle whose `wait` makes the current stream wait until the update has written the shard; None if no
             update is pending.
-        ever_asynchronous: whether `begin` has ever been called; the same on every rank.
+        ever_asynchronous: whether `begin` has ever been called. All ranks must call `begin` for the same flat buffers,
+            so the value is the same on every rank. Code may therefore call a collective depending on it.
     """
 
     def __init__(self, gather: Gather) -> None:
@@ -50,8 +55,13 @@ class PendingUpdate:
     def announce(self, shard: torch.Tensor) -> None:
         """Make later all-gathers of `shard` wait until every rank has completed the update that `begin` registered.
 
-        Collective: every rank must call it. In an optimizer's step, all ranks must call `begin` and `announce` for the
-        same flat buffers in the same order.
+        Called in an optimizer's step, after `begin`. It is needed for peer copies: without it, another rank could copy
+        the shard from this rank's memory before the update has written it. If the shard is gathered by collectives, it
+        does nothing, because each rank waits for its own update before it joins the all-gather.
+
+        Collective: every rank must call it, for the same flat buffers in the same order.
+
+        shard: this rank's shard, which the update writes.
         """
         assert self.ticket is not None, "call `begin` before `announce`"
         self._gather.announce(shard, self.ticket)
@@ -59,7 +69,7 @@ class PendingUpdate:
     def wait(self) -> None:
         """Make the current stream wait for the optimizer's update of the shard, if one is pending.
 
-        Call it before the current stream reads or writes the shard. More calls have no effect until the next `begin`.
+        Call it before the current stream reads or writes the shard. Until the next `begin`, further calls do nothing.
         """
         if self.ticket is not None:
             self.ticket.wait()

@@ -102,16 +102,22 @@ def shard_places(
     """Move parameters into flat buffers, and replace them in their modules by local parameters.
 
     Collective: every rank must call it. Parameters share a buffer if they have the same dtype, `requires_grad` and
-    storage kind (plain, quantized, …), and if all or none of them are in `separate`. Tied parameters are stored once.
-    The old parameters are marked `sharded_elsewhere`, so that an optimizer that still refers to them raises an error.
+    storage kind (plain, quantized, …). There are two deviations from this rule:
+
+    * The parameters in `separate` share buffers only with each other.
+    * Plain parameters may share a buffer with parameters of another kind that accepts them (`StorageKind.takes`).
+
+    Tied parameters are stored once. The old parameters get the attribute `sharded_elsewhere`: an optimizer that still
+    has them would train nothing, so code that receives such an optimizer can raise an error.
 
     Args:
-        world: the ranks that share the buffers.
+        world: the ranks over which the parameters are sharded. A storage kind may choose fewer (`StorageKind.share`).
         places: (module, name, parameter) of each entry of a module's `_parameters` to be set to a local parameter.
-        reduction: averages the gradients over the ranks.
-        kind_of: returns a parameter's storage kind. If it returns None, the parameter's own `storage_kind` is used, or
-            PLAIN if it has none.
-        separate: ids of parameters that must not share a buffer with parameters outside this set.
+        reduction: averages the gradients over the ranks, unless a storage kind chooses another reduction.
+        kind_of: a function that takes a parameter and returns its storage kind. If it returns None, as by default, the
+            kind is the parameter's attribute `storage_kind`, or PLAIN if there is no such attribute.
+        separate: the `id(parameter)` of each parameter that must not share a buffer with the others, for example
+            because adapters are to have flat buffers of their own.
 
     Returns:
         The buffers, and the slots (the module entries, now set to local parameters) in the order of `places`.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import mmap
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,13 +20,14 @@ GATHERED_NUMEL = 1 << 20
 class SourcedParameter(torch.nn.Parameter):
     """A parameter of the full shape on the meta device, whose values are in a file or divided equally among the ranks.
 
-    A model contains such parameters between loading and auto_wrap, because only auto_wrap knows which elements belong
-    to which rank's shard, and until then no rank should need memory for all elements.
+    A loaded model contains such parameters until auto_wrap shards it. Only then is it known which elements belong in
+    which rank's shard. Meanwhile, no rank needs memory for all elements of the parameter.
 
     Attributes:
-        values: all elements if `mapped`, otherwise this rank's share, in host memory; 1-D. A share has the same length
-            on every rank, and is padded with zeros at its end. None after `move`.
-        mapped: whether `values` is a memory-mapped file, which needs no memory of its own.
+        values: a 1-D tensor; None after `move`. If `mapped` is True, it contains all elements. If `mapped` is False, it
+            contains only this rank's share of the elements, in host memory. The shares of all ranks have the same
+            length, so a share may be padded with zeros at its end.
+        mapped: whether `values` is in a memory-mapped file, so that it needs no memory of its own.
         fingerprint: a hash of the full values, by which ranks compare them.
     """
 
@@ -61,7 +61,8 @@ class SourcedParameter(torch.nn.Parameter):
         """Replace `values`, which must contain all elements, by a copy of this rank's share in host memory.
 
         Called for a loaded parameter that is not memory-mapped from a file, or not on every rank. The share is one of
-        `size` equal parts of the elements, padded with zeros if the elements do not suffice.
+        `size` equal parts of the elements; the last shares are padded with zeros if the number of elements is not a
+        multiple of `size`.
 
         Args:
             rank: the index of this rank, from 0 to size - 1.
@@ -108,7 +109,7 @@ class SourcedParameter(torch.nn.Parameter):
           all-gather their shares, piece by piece, and each rank copies the elements of its shard from the result.
 
         Args:
-            part: (n,), the place of this parameter in this rank's shard of the flat buffer. It is filled.
+            part: (n,) the part of this rank's shard of the flat buffer that belongs to this parameter. It is filled.
             start: the index of the first of these n elements in the flattened parameter.
             communicator: connects the ranks among which the values are divided. `mapped` must be the same on all ranks.
 
@@ -136,15 +137,16 @@ class SourcedParameter(torch.nn.Parameter):
                     part[low - start : high - start] = values[low - first : high - first]
 
 
-def divide_unless_mapped_everywhere(parameters: Mapping[str, SourcedParameter], world: World) -> None:
-    """Make each loaded parameter either mapped from a file on all ranks, or divided among them in memory.
+def divide_unless_mapped_everywhere(model: torch.nn.Module, world: World) -> None:
+    """Make each loaded parameter of a model either mapped from a file on all ranks, or divided among them in memory.
 
     If a parameter is mapped on this rank but not on all ranks, copy this rank's share of its elements to memory. (On
     ranks where it is not mapped, it is divided already.) Afterwards, `mapped` of each parameter is equal on all ranks,
     as `SourcedParameter.move` requires. Collective: every rank must call it.
 
-    parameters: the parameters by name. All ranks must pass the same names.
+    model: the model. Its SourcedParameters must have the same names on all ranks. Other parameters do not change.
     """
+    parameters = {name: p for name, p in model.named_parameters() if isinstance(p, SourcedParameter)}
     mapped = world.gather_objects({name for name, parameter in parameters.items() if parameter.mapped})
     for name, parameter in parameters.items():
         if parameter.mapped and not all(name in names for names in mapped):
@@ -159,8 +161,8 @@ def _share_of(values: torch.Tensor, rank: int, size: int) -> torch.Tensor:
 def is_mapped(tensor: torch.Tensor) -> bool:
     """Return whether `tensor` is in a memory-mapped file, so that a reference to it needs no memory of its own.
 
-    `SourcedParameter.scatter` keeps such a tensor as it is, and copies others. Returns False for a tensor that is not
-    contiguous, and on systems without /proc/self/maps.
+    `SourcedParameter.scatter` does not copy such a tensor, unless a cast is needed. Returns False for a tensor that is
+    not contiguous, and on systems without /proc/self/maps.
     """
     maps = Path("/proc/self/maps")
     if not tensor.is_contiguous() or not maps.exists():

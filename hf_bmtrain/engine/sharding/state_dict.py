@@ -14,10 +14,20 @@ from ..tensors.tensor import ShardBase
 from .slots import Slot, find_slots
 
 
+def unexpanded(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a view of `tensor` that contains only the first element along each expanded dimension.
+
+    An expanded dimension (from `torch.Tensor.expand`) has stride 0: all its elements are in the same memory. Torch
+    refuses to write to such a tensor, but can write to this view. Without expanded dimensions, the view has the same
+    elements as `tensor`.
+    """
+    return tensor[tuple([slice(1 if stride == 0 else None) for stride in tensor.stride()])]
+
+
 class StateDict(OrderedDict):
     """A state dict that all ranks fill together, because its full tensors are all-gathered.
 
-    keep: whether this rank keeps the values. If not, it takes part in the collectives, but its tensors are empty.
+    keep: whether this rank keeps the values. If not, it takes part in the all-gathers, but stores empty tensors.
     """
 
     def __init__(self, keep: bool = True) -> None:
@@ -33,7 +43,9 @@ class StateDict(OrderedDict):
             that tied weights stay tied.
         """
         if source not in self.copies:
-            self.copies[source] = value.detach().to("cpu", copy=True) if self._keep else torch.empty(0, device="cpu")
+            self.copies[source] = (
+                value.detach().to("cpu", copy=True) if self._keep else torch.empty(0, dtype=torch.float32, device="cpu")
+            )
         return self.copies[source]
 
     def on_cpu(self) -> OrderedDict:
@@ -103,8 +115,8 @@ def check_full_tensors(model: torch.nn.Module, state: Mapping[str, object]) -> N
     """Raise RuntimeError unless all ranks are about to load the same full tensors. Collective: every rank must call it.
 
     The names, shapes, dtypes and hashes of parameters are compared. Entries for modules' buffers (`register_buffer`)
-    are not compared, because they may differ between the ranks. Nor are sharded tensors, because each rank has other
-    elements of them.
+    are not compared, because they may differ between the ranks. Nor are sharded tensors, because each rank has
+    different elements of them.
 
     Args:
         model: the sharded model.
@@ -160,7 +172,7 @@ def shard_on_load(
         try:
             state_dict[key] = slot.sharded.take_whole(state_dict[key])
         except ValueError as error:
-            errors.append(f"{key}: {error}. Check whether this state dict is of another model.")
+            errors.append(f"{key}: {error}. Check that this state dict belongs to this model.")
             state_dict[key] = slot.sharded.detach()
 
 

@@ -48,14 +48,15 @@ class Storage:
 
     Attributes:
         buffer: the flat buffer that owns this storage, referred to weakly. It is set before any method is called.
-        prepares: whether `before_gather` does anything.
-        unpacks: whether `after_gather` does anything.
-        read_only: None if the parameters can be written and trained. Otherwise a text for messages that says why not,
-            and what the user can do instead.
+        prepares: whether `before_gather` does anything. If False, `before_gather` is not called.
+        unpacks: whether `after_gather` does anything. If False, `after_gather` is not called.
+        read_only: None if the parameters can be written and trained. Otherwise a part of error messages, which says why
+            they cannot, and what the user can do instead.
         full: the memory of the full parameters in their own dtype; None if the shard is the full buffer.
         is_part: whether the full parameters are parts of tensors that tensor parallelism splits (see `whole_shape`).
-        kind: the StorageKind to use if full copies of the parameters, such as those in a deep copy of the model, are
-            sharded again. None chooses one for each copy as for a new parameter.
+        kind: the StorageKind of full copies of the parameters. It is used if the copies, such as the parameters of a
+            deep copy of the model, are sharded later. None: the StorageKind of a copy is chosen in the same way as that
+            of a new parameter.
     """
 
     _buffer: weakref.ref[ShardedBuffer]
@@ -82,8 +83,8 @@ class Storage:
         Args:
             numels: the number of elements of each full parameter.
             world_size: the number of shards into which the buffer is divided.
-            dtype: the dtype of the parameters. Its size determines at which multiples of elements parameters begin, so
-                that they are aligned in memory.
+            dtype: the dtype of the parameters. Parameters begin at aligned addresses, so the item size of the dtype
+                determines the element indices at which they may begin.
         """
         return Layout.build(numels, world_size, max(1, ALIGNMENT_BYTES // dtype.itemsize))
 
@@ -94,8 +95,8 @@ class Storage:
         as a quantized shard. With one rank, the shard is the full buffer, and nothing else is allocated. Collective:
         every rank must call it.
 
-        The full buffer must be allocated already here, because the caller then creates the full parameters (`view`),
-        which are views of it. Finally the caller calls `fill`, which writes the shard and frees the full buffer.
+        The full buffer must be allocated here, because the caller next creates the full parameters (`view`), which are
+        views of the buffer. Finally the caller calls `fill`, which writes the shard and frees the full buffer.
 
         Args:
             world: the ranks over which the parameters are sharded.
@@ -110,8 +111,8 @@ class Storage:
     def view(self, index: int, shape: torch.Size) -> torch.Tensor:
         """Return the full parameter `index` as a tensor of `shape`, which is readable while the buffer is unsharded.
 
-        The result is a view of this rank's shard if the shard contains the whole parameter, otherwise of the full
-        buffer.
+        The result is a view of this rank's shard if the shard contains all elements of the parameter, otherwise of the
+        full buffer.
         """
         buffer = self.buffer
         local_range = buffer.local_ranges[index]
@@ -125,12 +126,13 @@ class Storage:
 
     @torch.no_grad()
     def fill(self, parameters: Sequence[torch.nn.Parameter]) -> None:
-        """Fill the shards with rank 0's values of `parameters`, because random initial values differ between ranks.
+        """Write the values of `parameters` to the shards of all ranks, and free the full buffer.
 
-        Collective: every rank must call it.
+        The values are those of rank 0, because random initial values differ between ranks. The exception is a
+        SourcedParameter (loaded from a file): its values come from the file, or from the ranks among which they are
+        divided. If the shard is the full buffer, nothing is freed. Collective: every rank must call it.
 
-        parameters: the full parameters, in the order of the flat buffer. A SourcedParameter is read from its own
-            source, such as a file, instead of rank 0.
+        parameters: the full parameters with their initial or loaded values, in the order of the flat buffer.
         """
         buffer = self.buffer
         if any(isinstance(parameter, SourcedParameter) for parameter in parameters):
@@ -156,7 +158,7 @@ class Storage:
         Collective: every rank must call it.
 
         parameters: the full parameters, in the order of the flat buffer. A SourcedParameter is read from its own
-            source, such as a file. Of other parameters, all ranks get rank 0's values.
+            source, such as a file. For other parameters, all ranks get rank 0's values.
         """
         buffer = self.buffer
         if self.full is not None:
@@ -172,16 +174,17 @@ class Storage:
             part.copy_(values[local_range.tensor_start : local_range.tensor_stop])
 
     def before_gather(self) -> None:
-        """Fill the memory that the all-gather sends, for example with a quantized shard.
+        """Fill the memory that the all-gather sends, for example with a quantized shard. By default, do nothing.
 
-        By default, this method does nothing. A class that overrides it sets the attribute `prepares` to True. Then
-        `ShardedBuffer.gather` calls it each time, even if no all-gather follows because the full parameters are up to
-        date. So does `ShardedBuffer.take_part`, by which a rank takes part in an all-gather that only other ranks need.
+        A class that overrides this method sets the attribute `prepares` to True. Then `ShardedBuffer.gather` calls the
+        method each time, even if no all-gather follows because the full parameters are up to date. It is also called
+        by `ShardedBuffer.take_part`, by which a rank takes part in an all-gather that only other ranks need.
 
-        An override may issue collectives only in its very first call, and in the first call after each change of the
-        shard (compare the shard's version counter). All ranks make these calls, because each needs the new values to be
-        all-gathered. In every other call, an override must not issue collectives: this rank may make such a call while
-        other ranks make none.
+        There are two kinds of calls. An override can tell them apart by the shard's version counter:
+
+        * The very first call, and the first call after each change of the shard. Every rank makes such a call, because
+          the new values must be all-gathered. An override may issue collectives in it.
+        * Any other call. Perhaps only this rank makes it, so an override must not issue collectives in it.
         """
 
     def after_gather(self) -> None:
@@ -219,12 +222,15 @@ class Storage:
                 buffer.reshard()
 
     def holds(self, tensor: torch.Tensor) -> bool:
-        """Return whether `tensor` is a view of a full parameter, so that resharding the buffer may free its memory.
+        """Return whether `tensor` is a view of a full parameter. Such a view may become invalid at the next reshard.
 
-        Used to find such views among the outputs of a forward, which are then copied, and among the tensors that
-        autograd saves, which are all-gathered again in backward. False if the shard is the full buffer, because nothing
-        is freed then. The result is the same on every rank: it is True even on a rank whose shard contains the whole
-        parameter, where the view remains valid.
+        This is checked for the outputs of a forward: a view is copied before the reshard. For root parameters, it is
+        also checked for the tensors that autograd saves: before backward reads a view, the buffer is all-gathered again
+        if it was resharded.
+
+        False if the shard is the full buffer, because nothing is freed then. Otherwise, the result is also True for a
+        view of the shard: on a rank that stores all elements of a parameter, the full parameter is such a view. It
+        stays valid there, but the result must be the same on every rank.
         """
         return self.full is not None and shares_storage(tensor, self.full.tensor, self.buffer.shard)
 
@@ -232,7 +238,10 @@ class Storage:
     # other parts are full parameters of other ranks. State dicts contain whole tensors, and initializers fill them.
 
     def whole_shape(self, index: int) -> torch.Size:
-        """Return the shape of parameter `index` before tensor parallelism split it; by default the full shape."""
+        """Return the shape that parameter `index` had before tensor parallelism split it.
+
+        In this base class nothing is split, so it is the shape of the full parameter.
+        """
         return self.buffer.full_params[index].shape
 
     def whole(self, index: int, full: torch.Tensor) -> torch.Tensor:
@@ -312,8 +321,8 @@ class StorageKind:
     def share(self, world: World, reduction: Reduction) -> tuple[World, Reduction]:
         """Choose how flat buffers of this storage kind are sharded: over which ranks, and how gradients are averaged.
 
-        Called before each flat buffer of this kind is created. For example, a subclass for tensors that tensor
-        parallelism splits shards each part over the ranks that have this part.
+        Called before each flat buffer of this kind is created. For example, a subclass for tensors that are split by
+        tensor parallelism shards each part over the ranks that have this part.
 
         Args:
             world: all ranks.

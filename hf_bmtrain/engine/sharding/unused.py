@@ -10,9 +10,14 @@ from ..comm.object_comm import ObjectComm
 class UnusedParameters:
     """Finds the parameters of one flat buffer that no rank used in a backward, so that their `.grad` is not changed.
 
-    Before the gradient of the buffer is reduced, each rank that did not use all parameters posts the indices of its
-    unused parameters in a key-value store. After the host has waited for the mean gradient, these ranks read all posts.
-    By then every rank has started the reduction, so a rank that has posted nothing has used all parameters.
+    1. Before the gradient of the buffer is reduced, a rank that did not use some parameters posts their indices in a
+       key-value store (`post`). A rank that used all parameters posts nothing.
+    2. After the host has waited for the mean gradient, each rank that has posted reads all posts (`agree`). By then,
+       every rank has started the reduction, and so has posted before if it had to. No rank used a parameter if its
+       index is in the posts of all ranks.
+
+    The caller posts no parameters that are frozen, because they get no `.grad` in any case. Nor does it post those that
+    have a `.grad` already, because the mean is added to it in any case.
 
     Args:
         control: gives access to the key-value store in which the ranks post their unused parameters.

@@ -9,7 +9,7 @@ import torch
 
 from ..base.torch_internals import WithoutTorchFunction
 
-_backward = torch.autograd.backward  # torch's own function. In older versions of torch, this module replaces it below.
+_backward = torch.autograd.backward  # torch's own function. Before torch 2.11, this module replaces it below.
 
 
 def backward_to(tensors: Any, inputs: tuple, **options: Any) -> None:
@@ -35,7 +35,7 @@ def backward_to(tensors: Any, inputs: tuple, **options: Any) -> None:
 def refuse_grad(*args: Any, **kwargs: Any) -> None:
     """Raise RuntimeError, because `torch.autograd.grad` would find no gradients of sharded parameters.
 
-    Called instead of `torch.autograd.grad` if sharded parameters are among its arguments.
+    Called instead of `torch.autograd.grad` if sharded tensors are among its inputs or outputs.
 
     *args, **kwargs: the arguments of `torch.autograd.grad`, which are ignored.
     """
@@ -56,7 +56,7 @@ def double_backward() -> RuntimeError:
 
 @wraps(_backward)
 def _backward_with_sharded(tensors, grad_tensors=None, *args: Any, inputs=None, **options: Any) -> None:
-    """Run `torch.autograd.backward`, whose `inputs` may include sharded parameters. Replaces it before torch 2.11."""
+    """Do the same as `torch.autograd.backward`, which this replaces in torch before 2.11, also for sharded `inputs`."""
     named = (inputs,) if isinstance(inputs, torch.Tensor) else tuple(inputs or ())
     if not any(hasattr(each, "autograd_leaves") for each in named):
         return _backward(tensors, grad_tensors, *args, inputs=inputs, **options)

@@ -1,4 +1,7 @@
-"""Make functions of torch.distributed call `__torch_function__` of sharded tensors, as torch does from 2.12 on."""
+"""Make functions that are not overridable in torch call `__torch_function__` of sharded tensors.
+
+These are functions of torch.distributed, which are overridable from torch 2.12 on, and of torch.nn.init.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,8 @@ from typing import Any
 
 from torch import distributed
 from torch.distributed import distributed_c10d
-from torch.overrides import handle_torch_function
+from torch.nn import init
+from torch.overrides import handle_torch_function, has_torch_function
 
 from .functions import find_tensors
 
@@ -28,7 +32,7 @@ def override_collectives(kinds: tuple[type, ...]) -> None:
     Without this, `all_reduce` of a sharded tensor, for example, would add up the ranks' memory, in which each rank has
     different elements of the full tensor. Nothing changes for other tensors, or for functions that call
     `__torch_function__` already. A module that imported a function by name before this call keeps the original one.
-    Called when sharded tensors are imported, only if torch is older than 2.12.
+    Called when the module `tensor` is imported, if torch is older than 2.12.
 
     kinds: the tensor subclasses to which this applies: those of sharded tensors, and `WholeCopy`, the class of views
         such as `parameter[0]`, which read a temporary full copy of a sharded tensor.
@@ -42,13 +46,35 @@ def override_collectives(kinds: tuple[type, ...]) -> None:
                     setattr(module, name, overridden)
 
 
+def override_initializers(kinds: tuple[type, ...]) -> Callable[[], None]:
+    """Make the functions of torch.nn.init that draw a whole matrix call `__torch_function__` of the classes `kinds`.
+
+    Without this, each rank would draw a matrix of its own, and keep its own elements of it. Together, they would not be
+    orthogonal, or as sparse as they should be. `init_distributed` calls this if there are several ranks. A module that
+    imported a function by name before this call keeps the original one, and so does `transformers.initialization`.
+
+    kinds: as for `override_collectives`.
+
+    Returns a function that restores the original functions.
+    """
+    originals = {name: getattr(init, name) for name in ("orthogonal_", "sparse_")}
+    for name, function in originals.items():
+        setattr(init, name, _overridable(function, kinds))
+
+    def undo() -> None:
+        for name, function in originals.items():
+            setattr(init, name, function)
+
+    return undo
+
+
 def _overridable(function: Callable[..., Any], kinds: tuple[type, ...]) -> Callable[..., Any]:
     """Return a wrapper of `function` that calls `__torch_function__` if an argument is a tensor of `kinds`."""
 
     @wraps(function)
     def overridable(*args: Any, **kwargs: Any) -> Any:
         found = [each for each in find_tensors((args, kwargs)) if isinstance(each, kinds)]
-        if found:
+        if has_torch_function(found):  # False inside `__torch_function__` itself
             return handle_torch_function(overridable, found, *args, **kwargs)
         return function(*args, **kwargs)
 

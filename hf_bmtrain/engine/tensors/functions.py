@@ -10,6 +10,7 @@ import inspect
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 import torch
 
 _SYMBOLS = {
@@ -38,10 +39,10 @@ ELEMENT_WISE = frozenset(
 trailing `_`, write to the first argument."""
 
 CONVERSIONS = frozenset("to float double half bfloat16 int long short bool cpu cuda type type_as pin_memory".split())
-"""Functions that convert their first tensor. Other arguments only give the dtype or device to convert to."""
+"""Functions that convert their first argument. Another tensor argument only gives the dtype or device to convert to."""
 
 LIKE = frozenset("detach alias zeros_like ones_like empty_like full_like".split())
-"""Functions of one tensor that autograd never records. For a sharded tensor, they always return a sharded tensor."""
+"""Functions of one tensor. For a sharded tensor, they always return a sharded tensor without autograd history."""
 
 RANDOM = frozenset(
     """
@@ -77,8 +78,9 @@ to exclude vectors from weight decay."""
 def name_of(function: Any) -> str:
     """Return the name of a torch function in the tables of this module, such as ELEMENT_WISE and SHAPES.
 
-    Used to look up in these tables how the function acts on sharded tensors. All variants of a function have the same
-    name, such as "add" for `torch.add`, `__add__` and `_foreach_add`.
+    Used to look up in these tables how the function acts on sharded tensors. Variants of a function have the same name,
+    such as "add" for `torch.add`, `__add__` and `_foreach_add`. In-place variants have a name that ends in `_`, such as
+    "add_" for `__iadd__` and `_foreach_add_`.
     """
     name = getattr(function, "__name__", "")
     if name == "__get__":
@@ -116,7 +118,7 @@ METADATA = frozenset(
 
 
 def find_tensors(values: Any) -> Iterator[torch.Tensor]:
-    """Yield all tensors in `values`, a tuple, list or dict of values, which may be such containers themselves.
+    """Yield all tensors in `values`, a tuple, list or dict, and in tuples, lists and dicts nested in it.
 
     Used to find sharded tensors among the arguments of a function.
     """
@@ -136,7 +138,7 @@ def replace_tensors(function: Callable[[Any], Any], values: Any) -> Any:
         function: called with each tensor or array, and returns its replacement.
         values: the nested containers, or a single value.
     """
-    if isinstance(values, torch.Tensor) or is_array(values):
+    if isinstance(values, (torch.Tensor, np.ndarray)):
         return function(values)
     if type(values) in (tuple, list, torch.Size):
         return type(values)([replace_tensors(function, each) for each in values])
@@ -147,8 +149,3 @@ def replace_tensors(function: Callable[[Any], Any], values: Any) -> Any:
     if isinstance(values, dict):
         return {key: replace_tensors(function, each) for key, each in values.items()}
     return values
-
-
-def is_array(value: Any) -> bool:
-    """Return whether `value` is a NumPy array. Does not import NumPy, which torch does not require."""
-    return type(value).__name__ == "ndarray"

@@ -11,21 +11,23 @@ import torch
 def join_neighbours(tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
     """Join tensors that are adjacent in memory, so that functions such as `torch._foreach_mul_` write fewer tensors.
 
-    The sharded parameters of one flat buffer are adjacent in memory, and so are their gradients. Weight decay, for
-    example, then multiplies one tensor per flat buffer instead of one per parameter. Call this only within
-    `WithoutTorchFunction`, where a sharded tensor acts as a plain tensor of this rank's elements.
+    The sharded parameters of one flat buffer are adjacent in memory unless there is padding between them, and so are
+    their gradients. Weight decay, for example, then usually multiplies one tensor per flat buffer instead of one per
+    parameter. Call this only within `WithoutTorchFunction`, where a sharded tensor acts as a plain tensor of this
+    rank's elements.
 
     Args:
         tensors: at least one tensor.
 
     Returns:
         Tensors that together have the elements of `tensors` and share their memory: a 1-D view in place of each run of
-        adjacent tensors, and all other tensors unchanged.
+        adjacent tensors of one dtype, and all other tensors unchanged. If no two of the first four tensors are
+        adjacent, or if a tensor is not contiguous, `tensors` itself.
     """
-    # Return early if there is nothing to join. To find out quickly, look only at the first four tensors. The state of
-    # torch's optimizers has no adjacent tensors, because they are allocated one by one. A model's parameters (or their
-    # gradients) usually begin with one or two embeddings, which may be apart, followed by those of the first layer,
-    # which are adjacent. So if tensors are adjacent, some of the first four are.
+    # Return early if there is nothing to join. To find out quickly, look only at the first four tensors. A model's
+    # parameters (or their gradients) usually begin with one or two embeddings, which may be apart, followed by those of
+    # the first layer, which are adjacent. So if tensors are adjacent, some of the first four are. The state tensors of
+    # torch's optimizers are allocated one by one, so they cannot be joined.
     if not any(_follows(second, first) for first, second in pairwise(tensors[:4])):
         return tensors
     if not all(map(torch.Tensor.is_contiguous, tensors)):

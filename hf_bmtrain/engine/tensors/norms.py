@@ -18,14 +18,16 @@ _CALLERS = 12
 class SegmentNorms:
     """Computes the 2-norms of all tensors of a flat buffer over all ranks, in one pass and one all-reduce.
 
-    A segment is the part of this rank's shard that belongs to one tensor, together with the padding after it. The
-    norms are cached until the shard's version counter changes. (Kernels that write through raw pointers increment this
-    counter, too.) All ranks write to the buffer at the same points of the program, so either all ranks compute new
+    A segment is the part of this rank's shard that belongs to one tensor. It may also include the padding after this
+    part, which must be zero.
+
+    The norms are cached until the shard's version counter changes. (Kernels that write through raw pointers increment
+    this counter, too.) All ranks write to the buffer at the same points of the program, so either all ranks compute new
     norms, or no rank does.
 
     Args:
         shard: (n,) float32, float16 or bfloat16, this rank's shard.
-        segments: the segments of the shard. They may include padding, which must be zero.
+        segments: the segments of the shard, one for each tensor of the flat buffer.
         communicator: does the all-reduce.
         squares: (k,) float64, the squared norms of the k segments on this rank, if they were already computed;
             otherwise None.

@@ -44,11 +44,10 @@ class Placement:
         return self.layout.numels[self.index]
 
     def matches(self, other: Placement) -> bool:
-        """Return whether this placement and `other` have the same shape and assign the same elements to each rank.
+        """Return whether the two placements have the same shape, offset in the flat buffer, and shard size.
 
-        If so, an element-wise function of the two tensors can compute each rank's elements without communication.
-
-        The result is the same on every rank.
+        If so, each rank stores the same elements of both tensors, so an element-wise function of the two tensors needs
+        no communication. This method returns the same value on every rank.
         """
         if self is other:
             return True
@@ -58,7 +57,7 @@ class Placement:
         return mine == theirs
 
     def with_shape(self, shape: torch.Size) -> Placement:
-        """Return the placement of a view of this tensor with another full shape and the same order of elements.
+        """Return the placement of a view of this tensor that has the full shape `shape` and the same order of elements.
 
         Each rank stores the same elements of the view as of the tensor.
         """
@@ -80,7 +79,7 @@ class Placement:
         return full.reshape(-1)[self.range.tensor_start : self.range.tensor_stop]
 
     def gather(self, part: torch.Tensor) -> torch.Tensor:
-        """Gather the full tensor from all ranks, in new memory. Collective: every rank must call it.
+        """Return the full tensor, all-gathered into new memory. Collective: every rank must call it.
 
         part: (n,), this rank's elements of the tensor.
         """

@@ -1,8 +1,12 @@
-"""Reductions of sharded tensors to one number over all ranks, such as norms and sums, without gathering the elements.
+"""Reductions of each sharded tensor to one number over all ranks, such as a norm or sum, without gathering elements.
 
 Each function in REDUCTIONS takes the arguments of the torch function that it replaces. It returns NotImplemented if it
-needs the full tensors, for example for a sum over one dimension. All of these functions are collective: every rank must
-call them.
+needs the full tensors, for example for a sum over one dimension, and if arguments have other names that torch accepts,
+such as `axis` for `dim` (`others`): the full tensors are gathered then. Otherwise it is collective: every rank must
+call it.
+
+If tensor parallelism splits a tensor, the norm of each part is the norm of the tensor before the split, but the sum and
+mean of each part are those of the part alone.
 """
 
 from __future__ import annotations
@@ -13,6 +17,7 @@ from typing import Any
 import torch
 
 from ..base.torch_internals import amp_found_inf_and_unscale_, foreach_norm
+from ..comm.communicator import all_reduce_largest
 from .norms import norms_of, note_clipping
 
 
@@ -24,8 +29,8 @@ def _is_local(value: Any) -> bool:
 def _norms(pieces: Sequence[Any], order: Any) -> list[torch.Tensor]:
     """Return the norm of order `order` of each of `pieces` over all ranks. Collective: every rank must call it.
 
-    The 2-norms of gradients that a backward has stored in `.grad` are computed for whole flat buffers, and cached. All
-    other norms are computed with one more all-reduce, and not cached.
+    The 2-norms of gradients that a backward has stored in `.grad` are computed for all tensors of a flat buffer at
+    once, and cached. All other norms are computed with one further all-reduce in total, and not cached.
 
     Raises ValueError if `order` is not greater than 0.
 
@@ -35,8 +40,8 @@ def _norms(pieces: Sequence[Any], order: Any) -> list[torch.Tensor]:
     order = float(order)
     if order <= 0:
         raise ValueError(f"The order of the norm of a sharded tensor must be greater than 0 (or inf), but is {order}.")
-    # A gradient's attribute `segment` is a pair: a function that returns the SegmentNorms of its flat buffer, and its
-    # index in the buffer. The list `segments` has the function's result in place of the function.
+    # A gradient's attribute `segment` is a pair: a function that returns the SegmentNorms of the flat buffer, and the
+    # gradient's index in this buffer. The list `segments` has the function's result in place of the function.
     found = [getattr(piece, "segment", None) if order == 2 else None for piece in pieces]
     segments = [None if segment is None else (segment[0](), segment[1]) for segment in found]
     buffers = dict.fromkeys(segment[0] for segment in segments if segment is not None)
@@ -56,51 +61,54 @@ def _measured_now(pieces: Sequence[Any], order: float) -> list[torch.Tensor]:
         piece.settle()
         if piece.numel():
             torch.linalg.vector_norm(piece.abs() if piece.is_complex() else piece, order, dtype=wide, out=norm)
-    infinite = order == float("inf")
-    total = total if infinite else total.pow_(order)
-    pieces[0].placement.norms.all_reduce(total, maximum=infinite).wait()
-    total = total if infinite else total.pow_(1.0 / order)
+    communicator = pieces[0].placement.norms
+    if order == float("inf"):
+        all_reduce_largest(communicator, total)
+    else:
+        communicator.all_reduce(total.pow_(order)).wait()
+        total.pow_(1.0 / order)
     return [norm.to(dtype) for norm, dtype in zip(total.unbind(), real)]
 
 
-def _vector_norm(x: Any, ord: Any = 2, dim=None, keepdim=False, *, dtype=None, p=None, out=None):
+def _vector_norm(x: Any = None, ord: Any = 2, dim=None, keepdim=False, *, dtype=None, p=None, **others):
     order = ord if p is None else p
     order = 2 if order is None or order == "fro" else order
-    if dim is not None or keepdim or isinstance(order, str) or not _is_local(x):
+    if dim is not None or keepdim or others or isinstance(order, str) or not _is_local(x):
         return NotImplemented
     (norm,) = _norms([x], order)
     return norm if dtype is None else norm.to(dtype)
 
 
-def _linalg_norm(x: Any, ord: Any = None, dim=None, keepdim=False, *, out=None, dtype=None):
-    if ord is not None and len(x.full_shape) != 1:
+def _linalg_norm(x: Any = None, ord: Any = None, dim=None, keepdim=False, *, dtype=None, **others):
+    if ord is not None and (others or len(x.full_shape) != 1):
         return NotImplemented  # with several dimensions, this would be a matrix norm, which needs the full tensor
-    return _vector_norm(x, ord, dim, keepdim, dtype=dtype)
+    return _vector_norm(x, ord, dim, keepdim, dtype=dtype, **others)
 
 
 def _foreach_norm(pieces, ord=2, dtype=None):
-    if all(map(_is_local, pieces)):
-        return _norms(pieces, ord)
     slices = iter(_norms([piece for piece in pieces if _is_local(piece)], ord))
-    return [next(slices) if _is_local(p) else torch.linalg.vector_norm(p, ord) for p in pieces]
+    norms = [next(slices) if _is_local(p) else torch.linalg.vector_norm(p, ord) for p in pieces]
+    return norms if dtype is None else [norm.to(dtype) for norm in norms]
 
 
-def _sum(x: Any, dim=None, keepdim=False, *, dtype=None, out=None):
-    if dim is not None or keepdim or not _is_local(x):
+def _sum(x: Any = None, dim=None, keepdim=False, *, dtype=None, **others):
+    if dim is not None or keepdim or others or not _is_local(x):
         return NotImplemented
     wanted = dtype or (x.dtype if x.dtype.is_floating_point or x.dtype.is_complex else torch.int64)
     return _add_up(x, x, wanted)
 
 
-def _mean(x: Any, dim=None, keepdim=False, *, dtype=None, out=None):
+def _mean(x: Any = None, dim=None, keepdim=False, *, dtype=None, **others):
+    if dim is not None or keepdim or others or not _is_local(x):
+        return NotImplemented
     wanted = dtype or x.dtype
-    if dim is not None or keepdim or not _is_local(x) or not wanted.is_floating_point:
+    if not wanted.is_floating_point:
         return NotImplemented
     return (_add_up(x, x, torch.promote_types(wanted, torch.float32)) / x.placement.numel).to(wanted)
 
 
-def _dot(x: Any, y: Any):
-    slices = _is_local(x) and _is_local(y) and x.placement.matches(y.placement)
+def _dot(x: Any = None, y: Any = None, **others):
+    slices = not others and _is_local(x) and _is_local(y) and x.placement.matches(y.placement)
     if not slices or len(x.full_shape) != 1 or not x.dtype.is_floating_point:
         return NotImplemented
     wide = torch.promote_types(x.dtype, torch.float32)
@@ -110,9 +118,9 @@ def _dot(x: Any, y: Any):
 
 
 def _add_up(x: Any, part: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return the sum over all ranks of the elements of `part`, in `dtype`. Collective: every rank must call it.
+    """Return the sum of all elements of `part`, added up over all ranks that store elements of `x`, in `dtype`.
 
-    Floating-point numbers are added in float32 or wider.
+    Collective: every rank must call it. Floating-point numbers are added in float32 or wider.
 
     x: the sharded tensor whose communicator does the all-reduce.
     part: this rank's numbers, computed from its elements of `x`.
@@ -126,7 +134,7 @@ def _add_up(x: Any, part: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 def _non_finite_check(pieces, found_inf, inv_scale):
     amp_found_inf_and_unscale_(pieces, found_inf, inv_scale)
-    torch.autograd.graph.increment_version(pieces)  # this function of torch writes, but increments no version
+    torch.autograd.graph.increment_version(pieces)  # torch has written to `pieces` without incrementing their versions
     slices = [piece for piece in pieces if _is_local(piece)]
     slices[0].placement.norms.all_reduce(found_inf, maximum=True).wait()
 

@@ -1,16 +1,20 @@
 """Sharded tensors: each rank stores some elements of a full tensor, and torch's functions act on them as follows.
 
-* While autograd records, a function of a sharded parameter acts on the full parameter, which is gathered first. The
-  parameter's gradient is averaged over the ranks as usual.
-* Under `no_grad`, element-wise functions act on this rank's elements and return a sharded tensor. Element-wise
-  functions of gradients, `.data` and optimizer state always do so. If another operand has the full shape, or can be
-  broadcast to it, its elements at the same positions are used.
+* While gradients are enabled, a function of a sharded parameter acts on the full parameter, which is gathered first.
+  The parameter's gradient is averaged over the ranks as usual.
+* Under `no_grad`, element-wise functions, conversions such as `to`, and functions such as `view` act on this rank's
+  elements and return a sharded tensor. While gradients are enabled, they also do so for gradients, `.data` and
+  optimizer state, unless another operand is a parameter or requires a gradient. If another operand of an element-wise
+  function has the full shape, or can be broadcast to it, its elements at the same positions are used.
+* `detach`, `zeros_like` and similar functions, and functions that fill a tensor with random numbers, always return a
+  sharded tensor.
+* Functions that need no elements, such as `size`, describe the full tensor.
 * Sums, means, norms and similar reductions compute one number over all ranks.
 * Any other function acts on full tensors, which are gathered on every rank, and returns full tensors. If it writes to
   its arguments, the changes are copied back to the sharded tensors.
 
-All of these functions are collective (every rank must call them), except element-wise functions of this rank's
-elements.
+Reductions and functions of full tensors are collective: every rank must call them. So are some functions that write to
+a plain tensor, such as `plain.add_(sharded)`, and, if every host stores all shards, those that draw random numbers.
 """
 
 from __future__ import annotations
@@ -20,11 +24,13 @@ import operator
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, NoReturn
 
+import numpy as np
 import torch
 
 from ..base.torch_internals import WithoutTorchFunction, foreach_norm, is_tracing, schema_of
 from ..comm.resizable import shares_storage
 from ..runtime.world import current_world
+from .aliases import SET_DATA, Aliases
 from .backward import backward_to, refuse_grad
 from .collectives import override_collectives
 from .functions import (
@@ -36,7 +42,6 @@ from .functions import (
     SHAPES,
     VIEWS,
     find_tensors,
-    is_array,
     name_of,
     replace_tensors,
 )
@@ -55,11 +60,14 @@ class ShardBase:
     Attributes:
         placement: which elements of the full tensor each rank stores.
         is_parameter: whether the tensor is a parameter, so that autograd records the functions that are called on it.
-        in_memory: whether the tensor's memory contains the elements themselves. False in the subclass for quantized
-            parameters, which are stored as codes. Before a torch function can read elements of a quantized parameter,
-            that subclass must replace the parameter by unquantized elements. So if one argument is quantized, the
-            `__torch_function__` of the other sharded classes returns NotImplemented, and torch calls the subclass's.
+        in_memory: whether the tensor's memory contains the elements themselves. False in a subclass for quantized
+            parameters, which are stored elsewhere as codes. Only the `__torch_function__` of this subclass can replace
+            quantized parameters by unquantized elements. So if a quantized parameter is among the arguments of a torch
+            function that may read elements, the `__torch_function__` of a class whose `in_memory` is True returns
+            NotImplemented, and torch calls that of the subclass.
         grad_now: the same tensor as `.grad`, kept in a Python attribute, because torch's own `.grad` is slow to read.
+        aliases: the sharded tensors that share this tensor's memory, such as earlier results of `.data`; None if there
+            have been none.
     """
 
     placement: Placement
@@ -67,6 +75,7 @@ class ShardBase:
     in_memory: ClassVar[bool] = True
     is_sparse: ClassVar[bool] = False  # optimizers read it for each gradient; torch's attribute is slower
     grad_now: torch.Tensor | None = None
+    aliases: Aliases | None = None
 
     @property
     def full_shape(self) -> torch.Size:
@@ -79,7 +88,7 @@ class ShardBase:
 
     @property
     def part(self) -> torch.Tensor:
-        """This rank's elements (n,), as a plain tensor that shares its memory and version counter with this tensor."""
+        """This rank's elements (n,), as a plain tensor that shares memory and version counter with this tensor."""
         self.settle()
         with WithoutTorchFunction():
             return self.detach().as_subclass(torch.Tensor)  # pyright: ignore[reportAttributeAccessIssue]
@@ -93,6 +102,13 @@ class ShardBase:
     def data(self, values: torch.Tensor) -> None:
         """Copy `values` into this tensor. They may be a full tensor, a sharded tensor, or this rank's elements (n,).
 
+        As in torch, sharded tensors that share this tensor's memory, such as earlier results of `.data` and `detach`,
+        keep the old values. If `values` shares this tensor's memory already, nothing changes.
+
+        Otherwise, unlike in torch, this tensor does not share memory with `values` afterwards, so a later write to
+        `values` has no effect on it. The exception is an earlier result of this tensor's own `.data` or `detach`: after
+        `old = p.data; p.data = new; p.data = old`, the tensors `p` and `old` share memory again.
+
         Raises RuntimeError if the shape, dtype or device does not match.
         """
         me: Any = self
@@ -104,17 +120,58 @@ class ShardBase:
                 f"{tuple(shapes[0])} (this rank's elements), {me.dtype}, on {me.device}. Cast or move the model "
                 "before auto_wrap."
             )
+        with WithoutTorchFunction():
+            theirs = getattr(values, "aliases", None)
+            same = values.is_conj() == me.is_conj() and values.is_neg() == me.is_neg()
+            if values is me or (same and theirs is not None and theirs is self.aliases):
+                return  # the memory is the same
+            if self.aliases is not None and self in self.aliases:
+                self.aliases.remove(self, torch.empty_like(me.part))
+            elif self.aliases is not None and self.aliases.leave(me.part):
+                self.aliases = None
         with torch.no_grad():
             me.copy_(values)
+        if same and theirs is not None and theirs.memory is not None and theirs.owner() is self:
+            with WithoutTorchFunction():
+                theirs.rejoin(me.part)
+            self.aliases = theirs
+
+    def set_(self, source: torch.Tensor | None = None, *args, **kwargs) -> ShardBase:
+        """Do the same as `.data = source`. Torch's own `set_` would separate this tensor from its flat buffer.
+
+        Args:
+            source: the new values, as for `.data`.
+            *args: refused. (In torch, they are a storage's offset, size and stride.)
+            **kwargs: refused, like `args`.
+
+        Returns:
+            This tensor.
+
+        Raises:
+            RuntimeError: `source` is not a tensor, there are other arguments, or a parameter that requires a gradient
+                is set while gradients are enabled. Or, as for `.data`, the shape, dtype or device does not match.
+        """
+        if not isinstance(source, torch.Tensor) or args or kwargs:
+            raise RuntimeError(
+                f"set_() on a sharded tensor of shape {tuple(self.full_shape)} accepts only a tensor of the same shape "
+                "(no storage, offset, size or stride), because the memory of a sharded tensor is part of a flat "
+                "buffer. Write `tensor.data = values` or `tensor.copy_(values)`."
+            )
+        if torch.is_grad_enabled() and self.requires_grad:  # pyright: ignore[reportAttributeAccessIssue]
+            raise _recorded_write("set_")
+        self.data = source
+        return self
 
     @property
     def grad(self) -> torch.Tensor | None:
         """The gradient; None if there is none. It is sharded like this tensor: a rank stores the same elements of both.
 
-        If `.grad` is set to a full tensor, only this rank's elements of it are kept. It may also be set to these
-        elements (n,). The gradient is stored in torch's own `.grad`, and also in the Python attribute `grad_now`,
-        because reading torch's own `.grad` calls `__torch_function__`, which takes 15 times as long. In each step,
-        gradient clipping reads the gradient four times and the optimizer three times.
+        `.grad` may be set to None, a sharded tensor, a tensor (n,) of this rank's elements, or a full tensor. In the
+        last case, the gradient is a view of this rank's elements in the full tensor (a copy if it is not contiguous).
+
+        Setting this property stores the gradient both in torch's own `.grad` and in the Python attribute `grad_now`.
+        Reading this property returns `grad_now`. Reading torch's own `.grad` would take 15 times as long, because it
+        calls `__torch_function__`. Gradient clipping and the optimizer read every gradient several times per step.
         """
         return self.grad_now
 
@@ -123,8 +180,8 @@ class ShardBase:
         me: Any = self
         with WithoutTorchFunction():
             # If this rank stores all elements of a vector, the full gradient and this rank's elements have the same
-            # shape. Make a ShardTensor even then: the other ranks have one, whose norms and other functions are
-            # collective, so this rank must take part.
+            # shape. Make a ShardTensor even then: on the other ranks, the gradient is a ShardTensor, whose norms and
+            # other functions are collective, so this rank must call them too.
             if gradient is not None and not isinstance(gradient, ShardBase):
                 if gradient.shape == self.full_shape:
                     gradient = self.placement.cut(gradient)
@@ -148,13 +205,13 @@ class ShardBase:
     def read_full(self) -> torch.Tensor:
         """Return the full tensor, (`full_shape`), all-gathered into new memory. Each subclass implements it.
 
-        Collective: every rank must call it. Torch's functions call it by themselves if they need all elements. Users
-        call `DistributedParameter.gather`, which returns the same. If tensor parallelism splits a tensor, the result is
-        this rank's part of it, which has the shape `full_shape`, and not the whole tensor.
+        Collective: every rank must call it. Torch functions that need all elements call it. Users call
+        `DistributedParameter.gather`, which returns the same. If tensor parallelism splits a tensor, the result is
+        this rank's part of the tensor, which has the shape `full_shape`, and not the tensor before the split.
 
-        If gradients are enabled, the result of a parameter that requires a gradient is differentiable: backward
-        averages its gradient over the ranks, and adds this rank's elements of the mean to `.grad`. Any other result has
-        no autograd history.
+        The result is differentiable if gradients are enabled and this tensor is a parameter that requires a gradient.
+        Backward then averages the gradient of the result over the ranks, and adds this rank's elements of the mean to
+        `.grad` of the parameter. In all other cases, the result has no autograd history.
         """
         raise NotImplementedError
 
@@ -213,9 +270,10 @@ class ShardBase:
 class ShardTensor(ShardBase, torch.Tensor):
     """A sharded gradient, sharded optimizer state, or the result of arithmetic on sharded tensors.
 
-    Element-wise functions act on this rank's elements and return a ShardTensor. Sums, norms and similar reductions
-    compute one number over all ranks. Any other function that reads or writes elements gathers the full tensor first.
-    All of these functions are collective (every rank must call them), except element-wise ones.
+    Element-wise functions, conversions such as `to`, and functions such as `view` act on this rank's elements and
+    return a ShardTensor. Sums, norms and similar reductions compute one number over all ranks. Most other functions
+    that read or write elements gather the full tensor first. (The docstring of this module gives all rules.) Reductions
+    and functions that gather are collective: every rank must call them.
 
     Norms are those of the full tensor, and `torch.amp.GradScaler` skips a step on all ranks if any rank finds inf or
     NaN. Torch's own gradient clipping and loss scaling therefore give correct results. Pickling stores only this rank's
@@ -261,6 +319,19 @@ class ShardTensor(ShardBase, torch.Tensor):
                 )
             return self.placement.gather(self.as_subclass(torch.Tensor))
 
+    def separate(self) -> None:
+        """Move this tensor, and its aliases, to new memory with the same values, outside the flat buffer.
+
+        Called for a former `.grad`, which the user may still have, before its memory is written again. The caller must
+        have disabled `__torch_function__` (see WithoutTorchFunction).
+        """
+        old = self.as_subclass(torch.Tensor).detach()
+        new = old.clone()
+        SET_DATA(self, new)
+        self.segment = None  # the norms of `segment` are those of the flat buffer's memory
+        if self.aliases is not None:
+            self.aliases.move(old, new)
+
     def detach_(self) -> ShardTensor:
         return self  # a ShardTensor has no autograd history to be detached from
 
@@ -281,9 +352,9 @@ class WholeCopy(torch.Tensor):
     For example, `parameter[0]` is such a view, so that `parameter[0].zero_()` under `no_grad` writes to the parameter.
 
     Attributes:
-        source: the CopySource, an object that contains the sharded tensor and its full copy, and copies what is written
-            to the full copy to the sharded tensor. None if autograd recorded the function that returned the view. A
-            write to such a view raises RuntimeError, because it cannot be copied to the sharded tensor.
+        source: the CopySource, which contains the sharded tensor and its full copy. After a write to the view, its
+            method `pass_on` makes the same change in the sharded tensor. None if gradients were enabled when the view
+            was made: a write to such a view raises RuntimeError, because the sharded tensor would not change.
     """
 
     source: CopySource | None = None
@@ -301,13 +372,18 @@ class WholeCopy(torch.Tensor):
             written = [each for each, version in zip(copies, versions) if each._version != version]
             if written:
                 problem = (
-                    "autograd recorded how the view was made" if any(each.source is None for each in written) else None
+                    "gradients were enabled when the view was made"
+                    if any(each.source is None for each in written)
+                    else None
                 )
                 if problem is None:
                     target = args[0] if args else kwargs.get("tensor")  # torch.nn.init passes the tensor by keyword
                     overwrites = name_of(func) in _OVERWRITES and isinstance(target, WholeCopy)
-                    changed = [each.source for each in written if each.source is not None]
-                    problem = _pass_on(list(dict.fromkeys(changed)), target if overwrites else None)
+                    changed = list(dict.fromkeys(each.source for each in written if each.source is not None))
+                    if name_of(func) in _DRAWS:
+                        for source in changed:
+                            source.agree(name_of(func))
+                    problem = _pass_on(changed, target if overwrites else None)
                 if problem is not None:
                     raise RuntimeError(
                         f"{name_of(func)} writes to a view of shape {tuple(written[0].shape)} of a sharded "
@@ -323,11 +399,14 @@ _OVERWRITES = frozenset(
 )
 """Functions that write every element of their first argument and read none."""
 
+_DRAWS = RANDOM | {"bernoulli_", "kaiming_uniform_", "orthogonal_", "sparse_"}
+"""Functions that draw random numbers into a tensor. Ranks may draw unlike numbers."""
+
 
 class CopySource:
     """A sharded tensor and a temporary full copy of it, with a method that copies writes back to the sharded tensor.
 
-    Created when a function of torch runs on the full copy while autograd does not record. If the function returns a
+    Created when a function of torch runs on the full copy and autograd does not record it. If the function returns a
     view of the copy, users get it as a WholeCopy, which calls `pass_on` when the view is written. Every rank makes the
     same writes to its own copy, so `pass_on` does not communicate.
 
@@ -342,6 +421,16 @@ class CopySource:
     def holds(self, view: torch.Tensor) -> bool:
         return shares_storage(view, self._copy)
 
+    def agree(self, name: str) -> None:
+        """Give the full copies of all ranks the values of the first rank's, after numbers were drawn into a view.
+
+        Collective: every rank must call it.
+
+        name: the function that has drawn them, for errors.
+        """
+        barrier_outside(f"{name} of a view of a sharded tensor")
+        _broadcast(self._copy, self._sharded)
+
     def pass_on(self, view: torch.Tensor | None) -> str | None:
         """Copy this rank's elements of the full copy to the sharded tensor, after a view of the full copy was written.
 
@@ -350,7 +439,7 @@ class CopySource:
 
         Args:
             view: the written view, if the function that wrote it sets all elements of the view and reads none, such as
-                `zero_`. None for any other function, because it may have computed values from outdated ones.
+                `zero_`. None for any other function, because that function may have read outdated values.
 
         Returns:
             None if elements were copied. Otherwise, the reason for the error that the caller raises: the sharded tensor
@@ -380,8 +469,8 @@ def _pass_on(sources: Sequence[CopySource], view: torch.Tensor | None) -> str | 
         otherwise None.
 
     Returns:
-        None, or the reason why the copy was not possible: a sharded tensor has changed, and it is not known which
-        elements were written.
+        None, or the reason why the values could not be copied back: a sharded tensor has changed, and it is not known
+        which elements were written.
     """
     for source in sources:
         problem = source.pass_on(view if view is not None and source.holds(view) else None)
@@ -390,7 +479,7 @@ def _pass_on(sources: Sequence[CopySource], view: torch.Tensor | None) -> str | 
     return None
 
 
-def _read_only(value: Any, copies: Sequence[torch.Tensor], sources: Sequence[CopySource] = ()) -> Any:
+def _read_only(value: Any, copies: Sequence[torch.Tensor], sources: Sequence[CopySource]) -> Any:
     """Protect a function's result from writes that would be lost, if it may be a view of a temporary full copy.
 
     A tensor that is a view of one of `copies` is returned as a WholeCopy, which passes writes on to the sharded tensor
@@ -400,7 +489,7 @@ def _read_only(value: Any, copies: Sequence[torch.Tensor], sources: Sequence[Cop
     sources: the copies whose views may be written, each with its sharded tensor. Writes to a view of any other copy
         raise an error.
     """
-    if is_array(value):
+    if isinstance(value, np.ndarray):
         value.setflags(write=False)
     elif isinstance(value, torch.Tensor) and any(shares_storage(value, copy) for copy in copies):
         view = value.as_subclass(WholeCopy)
@@ -422,7 +511,9 @@ class _Call:
         many: whether the function takes lists of tensors, as `torch._foreach_add_` does.
         tensors: all tensors in the arguments.
         slices: the sharded tensors among `tensors`.
-        full: whether autograd records the call, so that the function must act on full tensors.
+        full: whether autograd may record the call, so that the function must act on full tensors: gradients are
+            enabled, and an argument is a sharded parameter (even a frozen one) or a plain tensor that requires a
+            gradient.
     """
 
     def __init__(self, func: Callable, name: str, args: tuple, kwargs: dict[str, Any]) -> None:
@@ -433,8 +524,7 @@ class _Call:
             recorded = any(getattr(each, "is_parameter", each.requires_grad) for each in self.tensors)
             # Functions of torch.nn.init enter no_grad themselves, but only after this point. So autograd does not
             # record them, even if gradients are enabled here.
-            initializes = getattr(func, "__module__", "") == "torch.nn.init"
-            self.full = recorded and torch.is_grad_enabled() and not initializes
+            self.full = recorded and torch.is_grad_enabled() and not _initializes(func)
             self.in_place = name.endswith("_") and not name.startswith("__")
             self.base = name[:-1] if self.in_place else name
         self.many = getattr(func, "__name__", "").startswith(("_foreach_", "_fused_"))
@@ -448,7 +538,7 @@ class _Call:
         if getattr(self.func, "__module__", "").startswith("torch.distributed"):
             return self._communicate()
         collective = REDUCTIONS.get(self.func)
-        if collective is not None and not self.full:
+        if collective is not None and not self.full and "out" not in self.kwargs:
             with WithoutTorchFunction():
                 result = collective(*self.args, **self.kwargs)
             if result is not NotImplemented:
@@ -457,6 +547,14 @@ class _Call:
         mine = isinstance(first, ShardBase)
         if "out" in self.kwargs:
             return self._on_full()
+        if mine and self.kwargs.get("requires_grad"):
+            shape = tuple(first.full_shape)
+            raise RuntimeError(
+                f"{self.name}(requires_grad=True) of a sharded tensor of shape {shape} would return a sharded tensor "
+                "that is not a parameter, and autograd computes no gradient for it. If it is to be trained, use "
+                f"bmt.DistributedParameter(torch.zeros({shape})). If you need its gradient for other purposes, use a "
+                f"full tensor, such as torch.zeros({shape}, requires_grad=True)."
+            )
         if self.name in LIKE and mine:
             return self._local(first)
         if self.base in CONVERSIONS and not mine:
@@ -467,14 +565,15 @@ class _Call:
         if self.name == "view_as_real" and mine and not self.full:
             first.settle()
             with WithoutTorchFunction():
-                return ShardTensor.of(torch.view_as_real(self.args[0].detach()).view(-1), first.placement.as_real())
+                return _alias(first, torch.view_as_real(self.args[0].detach()).view(-1), first.placement.as_real())
         if self.many:
             return self._on_many()
         if self.base in ELEMENT_WISE and (not self.full or (self.in_place and mine)):
             return self._element_wise()
         if not self.full and mine and self.base in CONVERSIONS:
             return self._local(first)
-        if not self.full and mine and self.base in VIEWS and not any(isinstance(a, torch.dtype) for a in self.args):
+        cast = any(isinstance(each, torch.dtype) for each in (*self.args, *self.kwargs.values()))  # as `view` may do
+        if not self.full and mine and self.base in VIEWS and not cast:
             return self._view(first)
         return self._on_full()
 
@@ -488,30 +587,40 @@ class _Call:
         first.settle()
         with WithoutTorchFunction():
             result = self.func(*self.args, **self.kwargs)
-            return result if result is first else ShardTensor.of(result.detach(), first.placement)
+            if result is first:
+                return result
+            if self.name in _SAME_MEMORY:
+                return _alias(first, result.detach(), first.placement)
+            return ShardTensor.of(result.detach(), first.placement)
 
     def _view(self, first: Any) -> Any:
         """Apply a function such as `view` to the sharded tensor `first`.
 
-        Returns a sharded tensor that shares the memory of `first` and has another full shape.
+        Returns a sharded tensor that shares the memory of `first`. Its full shape is the one that the function gives.
         """
         with WithoutTorchFunction():
             shape = self.func(*replace_tensors(_on_meta, self.args), **replace_tensors(_on_meta, self.kwargs)).shape
             first.settle()
-            return ShardTensor.of(first.detach(), first.placement.with_shape(shape))
+            return _alias(first, first.detach(), first.placement.with_shape(shape))
 
     def _draw(self, first: Any) -> Any:
         """Apply a random function such as `normal_`, and keep this rank's elements of the result.
 
-        Each rank draws all elements of the full tensor, so that the result is the same as with a single process.
+        Each rank draws all elements of the full tensor. If the random generators of all ranks are in the same state,
+        the result is the same as with a single process. If every host stores all shards, all hosts get what the first
+        rank has drawn, and this method is collective: every rank must call it.
 
         first: the first argument, a sharded tensor.
         """
         with WithoutTorchFunction():
             if self.in_place and self.full and first.requires_grad:
-                return self.func(*self.args, **self.kwargs)  # torch raises its usual error: a leaf is written in place
+                return self.func(*self.args, **self.kwargs)  # torch raises its error for in-place writes to leaves
             full = torch.empty(first.full_shape, dtype=first.dtype, device=first.device)
-            part = first.placement.cut(self.func(full, *self.args[1:], **self.kwargs))
+            full = self.func(full, *self.args[1:], **self.kwargs)
+            if _hosts_store_copies():
+                barrier_outside(f"{self.name} of a sharded tensor")
+                _broadcast(full, first)
+            part = first.placement.cut(full)
             if not self.in_place:
                 return ShardTensor.of(part.clone(), first.placement)
             first.settle()
@@ -522,15 +631,16 @@ class _Call:
     def _element_wise(self) -> Any:
         """Apply an element-wise function to this rank's elements, and return a sharded tensor.
 
-        If the operands cannot be combined element by element on this rank (see `_operand`), the function is applied to
-        full tensors instead, which are gathered first.
+        An in-place function returns its first argument instead, which may be a plain tensor. If the operands cannot be
+        combined element by element on this rank (see `_operand`), the function is applied to full tensors, which are
+        gathered first.
         """
         with WithoutTorchFunction():
             like = self.slices[0]
             operands = {id(each): _operand(each, like) for each in self.tensors}
             if any(each is None for each in operands.values()):
                 return self._on_full()
-            written = self.args[0]
+            written = self.args[0] if self.args else self.kwargs.get("input")
             if self.in_place and not isinstance(written, ShardBase):
                 return self._write_ordinary(written, like, operands)
             for each in self.slices:
@@ -540,9 +650,17 @@ class _Call:
             if self.in_place:
                 return self._write(written, args, kwargs)
             result = self.func(*args, **kwargs)
+            if result is NotImplemented:  # by `==` with an object that is not a number
+                return result
+            if not isinstance(result, torch.Tensor):  # `where(condition)` returns indices
+                return self._on_full()
+            if any(result is each for each in self.slices):  # `contiguous`, for example, may return its argument
+                return result
             single = [each.shape for each in self.tensors if not isinstance(each, ShardBase) and each.numel() == 1]
             shape = torch.broadcast_shapes(like.full_shape, *single) if single else like.full_shape
             placement = like.placement if shape == like.full_shape else like.placement.with_shape(shape)
+            if self.name in _SAME_MEMORY:  # without detach(), a write to `like` would make it a differentiable view
+                return _alias(like, result.detach(), placement)
             return ShardTensor.of(result, placement)
 
     def _write(self, written: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
@@ -562,8 +680,9 @@ class _Call:
     def _write_ordinary(self, target: Any, like: Any, operands: dict[int, Any]) -> Any:
         """Apply an in-place function to a plain tensor and sharded ones, as in `plain.add_(sharded)`.
 
-        The plain tensor must have either the full shape or as many elements as this rank stores. If the plain tensor
-        has the full shape, or if the sharded tensors are vectors, this is collective: every rank must call it.
+        If the plain tensor has the shape (n,) of this rank's elements, the function acts on these elements. Otherwise
+        it acts on full tensors, which is collective: every rank must call it. If the sharded tensors have fewer than
+        two dimensions, this method is collective in both cases.
 
         Args:
             target: the plain tensor, to which the function writes.
@@ -573,7 +692,7 @@ class _Call:
         if target.shape != like.shape or target.shape == like.full_shape:
             return self._on_full()
         # If one rank stores all elements of a vector, `target` has the full shape on that rank, which therefore gathers
-        # the vector in `_on_full`. The other ranks must take part, so they gather the vector here.
+        # the vector in `_on_full`. Gathering is collective, so the other ranks gather the vector here.
         if len(like.full_shape) < 2:
             barrier_outside(f"{self.name} of a sharded tensor")
             for key, each in {id(each): each for each in self.slices}.items():
@@ -655,13 +774,13 @@ class _Call:
         return None if any(each is None for each in operands) else operands
 
     def _many_results(self, lists: Sequence[Any], result: Any) -> Any:
-        """Return the result of a function of lists, such as `torch._foreach_add`, with sharded tensors in it.
+        """Make sharded tensors of the tensors that a function of lists, such as `torch._foreach_add`, has returned.
 
-        The item at one position of the result becomes a sharded tensor if one of `lists` has a sharded tensor at this
-        position. An in-place function returns its first list. A result that is not a list is returned unchanged.
+        An item of the result becomes a sharded tensor if one of `lists` has a sharded tensor at the same position. For
+        an in-place function, its first list is returned instead. A result that is not a list is returned unchanged.
 
         lists: the lists that were passed to the function.
-        result: the result that the function had for this rank's elements.
+        result: what the function returned for this rank's elements.
         """
         if not isinstance(result, (list, tuple)):
             return result
@@ -674,8 +793,8 @@ class _Call:
         """Gather the sharded tensors that were passed to a function of torch.distributed, and run it on full tensors.
 
         Collective: every rank must call it. Raises RuntimeError for subgroups and point-to-point operations, because
-        every rank must take part in the gathering, and for async_op=True, because the results are copied back to the
-        sharded tensors as soon as the function returns.
+        not every rank calls them but every rank must gather, and for async_op=True, because the results are copied back
+        to the sharded tensors as soon as the function returns.
         """
         if current_world().size == 1:  # this rank's elements are the full tensor
             own = lambda each: each.part.view(each.full_shape) if isinstance(each, ShardBase) else each  # noqa: E731
@@ -721,8 +840,13 @@ class _Call:
             for key, full in full_params.items()
             if (not same(full, versions[key]) if declared is None else key in declared)
         }
+        if self.in_place and declared is None and self.args and id(self.args[0]) in unique:
+            # Functions such as `apply_` do not increment the version counter.
+            written[id(full_params[id(self.args[0])])] = self.args[0]
         for key, full in full_params.items():
             if id(full) in written:
+                if self.name in _DRAWS:
+                    _broadcast(full, unique[key])  # the ranks may have drawn unlike numbers
                 self._write_back(unique[key], full)
         copies = [*full_params.values()]
         sources = [] if self.full else [CopySource(unique[key], full) for key, full in full_params.items()]
@@ -767,10 +891,7 @@ class _Call:
         """
         with WithoutTorchFunction():
             if self.full and target.requires_grad:
-                raise RuntimeError(
-                    f"{self.name} writes in place to a sharded parameter that requires grad, while autograd records. "
-                    "Use torch.no_grad()."
-                )
+                raise _recorded_write(self.name)
             if full.shape != target.full_shape or full.dtype != target.dtype:
                 raise RuntimeError(
                     f"{self.name} would change a sharded tensor from shape {tuple(target.full_shape)} and "
@@ -782,23 +903,50 @@ class _Call:
                 target.copy_(target.placement.cut(full))
 
 
+def _recorded_write(name: str) -> RuntimeError:
+    return RuntimeError(
+        f"{name} writes in place to a sharded parameter that requires grad, while autograd records. Use "
+        "torch.no_grad()."
+    )
+
+
+def _initializes(func: Callable) -> bool:
+    return getattr(func, "__module__", "") == "torch.nn.init"
+
+
+def _hosts_store_copies() -> bool:
+    """Return whether every host stores all shards. Their copies would drift apart if ranks drew unlike numbers."""
+    world = current_world()
+    return world.shard_group.size < world.size
+
+
+def _broadcast(full: torch.Tensor, sharded: Any) -> None:
+    """Overwrite `full`, a full copy of `sharded`, with that of the first rank. Collective: every rank must call it."""
+    with torch.no_grad():
+        sent = full.to(sharded.device).contiguous()
+        sharded.placement.communicator.broadcast(sent, 0).wait()
+        if sent is not full:
+            full.copy_(sent)
+
+
 def barrier_outside(occasion: str) -> None:
-    """Wait until every rank calls this. Called before a collective operation that user code may start.
+    """Wait until every rank has called this function, unless a forward or backward is running.
 
-    By mistake, user code may start the operation on some ranks only, for example under `if rank == 0`. If a rank does
-    not call this function, the waiting ranks raise an error that names that rank and `occasion`, instead of waiting
-    forever in the operation.
+    Called before a collective operation that user code may by mistake start on some ranks only, for example under
+    `if rank == 0`. If a rank does not call this function before the timeout, the waiting ranks raise RuntimeError,
+    which names that rank and `occasion`. Without this check, they would hang in the operation itself. RuntimeError is
+    also raised if the ranks have issued different operations earlier.
 
-    Collective: every rank must call it. Inside a forward or backward, and with only one rank, it returns immediately.
+    Collective: every rank must call it. Inside a forward or backward, or with only one rank, it does nothing.
 
-    occasion: the operation that the ranks are about to start, in words, for the error.
+    occasion: the operation that the ranks are about to start, for the error, for example "sort of a sharded tensor".
     """
     world = current_world()
     if world.size > 1 and not (world.schedule.in_forward or world.schedule.in_backward):
         world.barrier(occasion)
 
 
-SET_GRAD: Callable[[Any, Any], None] = getattr(torch.Tensor, "grad").__set__  # noqa: B009, type checkers take `Tensor.grad` for its value
+SET_GRAD: Callable[[Any, Any], None] = getattr(torch.Tensor, "grad").__set__  # noqa: B009, type checkers take it for a tensor, but it is a descriptor
 """Sets torch's own `.grad` of a tensor. For a sharded tensor, the caller must also set its `grad_now`."""
 
 
@@ -856,8 +1004,8 @@ def _on_alike(func: Callable, name: str, args: tuple, kwargs: dict[str, Any]) ->
     """Apply an element-wise function of lists, such as `torch._foreach_mul_`, to this rank's elements.
 
     This is a fast path for optimizers. The sharded tensors at one position of all lists must have the same Placement
-    object (which elements each rank stores), and plain tensors must have one element. Otherwise this function does
-    nothing and returns NotImplemented, and the caller uses the slower `_Call`.
+    object (which elements each rank stores), and plain tensors must have one element and fewer than two dimensions.
+    Otherwise this function does nothing and returns NotImplemented, and the caller uses the slower `_Call`.
 
     func: the function.
     name: the result of `name_of(func)`. A trailing `_` means that the function writes to its first argument.
@@ -885,7 +1033,9 @@ def _on_alike(func: Callable, name: str, args: tuple, kwargs: dict[str, Any]) ->
             if {*map(type, value)} != {ShardTensor}:
                 unsettled += value
     ordinary = [each for each in single if isinstance(each, torch.Tensor)]
-    if not placements or not all(type(each) is torch.Tensor and each.numel() == 1 for each in ordinary):
+    if not placements or not all(
+        type(each) is torch.Tensor and each.numel() == 1 and each.dim() < 2 for each in ordinary
+    ):
         return NotImplemented
     for each in unsettled:
         each.settle()
@@ -911,7 +1061,7 @@ def _same_dtype(value: Any, tensors: Sequence[torch.Tensor]) -> Any:
     """Return the second operand of a function in _WITH_TENSOR, such as `torch._foreach_mul_`, in the tensors' dtype.
 
     For example, gradient clipping multiplies bfloat16 gradients by a float32 factor. On a GPU, torch rounds the factor
-    to bfloat16 in either case. But only if the dtypes are the same, one kernel multiplies many tensors. Otherwise each
+    to bfloat16 in either case. But if the dtypes are the same, one kernel multiplies many tensors. Otherwise each
     tensor takes a kernel of its own, at a quarter of the speed.
 
     value: a number, or a tensor of one element. Anything but a floating-point tensor on a GPU is returned unchanged.
@@ -927,7 +1077,7 @@ def _same_dtype(value: Any, tensors: Sequence[torch.Tensor]) -> Any:
 def _count_writes(name: str, args: Sequence[Any]) -> None:
     """Increment the version counters of parameters that a fused optimizer function of torch has written.
 
-    Torch does not do this itself. With an old counter, a block (a transformer layer) that is unsharded during the step
+    Torch does not increment them. Without this call, a block (a transformer layer) that is unsharded during the step
     would not be all-gathered again, and would compute with the old weights.
 
     name: the name of the function that was called. Unless it begins with `_fused_`, nothing is done.
@@ -943,6 +1093,8 @@ _ON_LISTS |= {f"_foreach_{name}{suffix}" for name in ELEMENT_WISE for suffix in 
 _WITH_TENSOR = {"add_", "mul_", "div_"}
 """In-place functions of lists (`torch._foreach_...`) that accept a tensor of one element as their second operand. All
 others convert such a tensor to a Python number."""
+_SAME_MEMORY = frozenset("detach alias conj real imag".split())
+"""Functions whose result shares the memory of their first argument, unless it is this argument itself."""
 _NUMBERS = (int, float, complex)
 _PLACEMENT = operator.attrgetter("placement")
 
@@ -953,6 +1105,13 @@ def _on_meta(value: Any) -> Any:
     return torch.empty(shape, dtype=value.dtype, device="meta")
 
 
+def _alias(tensor: Any, part: torch.Tensor, placement: Placement) -> ShardTensor:
+    """Make a sharded tensor of `part`, which shares the memory of the sharded tensor `tensor` (see `Aliases`)."""
+    made = ShardTensor.of(part, placement)
+    Aliases.note(tensor, made)
+    return made
+
+
 def _operand(value: torch.Tensor, like: Any) -> torch.Tensor | None:
     """Return the elements of `value` that an element-wise function combines with this rank's elements of `like`.
 
@@ -961,14 +1120,16 @@ def _operand(value: torch.Tensor, like: Any) -> torch.Tensor | None:
     Returns None if the two tensors cannot be combined this way, so that the function must act on full tensors.
 
     value: an operand of the function.
-    like: another operand, which is sharded.
+    like: a sharded operand of the same function.
     """
     if isinstance(value, ShardBase):
         alike = value.placement is like.placement or value.placement.matches(like.placement)
         return value if alike else None
-    if value.numel() == 1:
-        return value
     shape = like.full_shape
+    if value.numel() == 1:
+        if value.dim() < 2:
+            return value
+        return value.reshape(1) if value.dim() <= len(shape) else None  # None: the result has more dimensions
     try:
         result = torch.broadcast_shapes(value.shape, shape)
     except RuntimeError:

@@ -1,9 +1,9 @@
 """Make wrapped models work with the Accelerator or Trainer of this process, if there is one.
 
-The model computes in the Accelerator's mixed precision. Errors are raised if the Accelerator has another number of
-ranks or shards models itself, or if the Trainer lacks this package's callback (BMTrainCallback). Neither Accelerate nor
-transformers is imported here, because a program need not have them. If the program has imported them, they are found in
-`sys.modules`.
+The model computes in the Accelerator's mixed precision. Errors are raised if the Accelerator shards models itself or
+has a different number of ranks than this package, or if the Trainer lacks this package's callback (BMTrainCallback).
+Neither Accelerate nor transformers is imported here, because a program need not have them. If the program has imported
+them, they are found in `sys.modules`.
 
 If a group of ranks shares the rows (sequences) of a batch, Accelerate's data loaders are made to give the same batches
 to all ranks of the group, and its `gather_for_metrics` to return each row once.
@@ -37,7 +37,8 @@ def check_accelerator(state: Any, size: int) -> None:
     """Raise RuntimeError if the Accelerator shards models itself, or if its number of ranks is not `size`.
 
     Called before each training forward, when a Trainer begins to use a sharded model, and before sharded checkpoints of
-    an Accelerator are saved or loaded. With another number of ranks, every rank would train on the same rows.
+    an Accelerator are saved or loaded. If the numbers differ, Accelerate usually sees a single process, so every rank
+    would train on the same rows.
 
     Args:
         state: the AcceleratorState, which contains the settings of this process's Accelerator.
@@ -63,14 +64,18 @@ def check_accelerator(state: Any, size: int) -> None:
 
 
 def check_trainer(model: torch.nn.Module, size: int) -> None:
-    """Raise RuntimeError if a Trainer that never had this package's BMTrainCallback trains `model` on several ranks.
+    """Raise RuntimeError if a Trainer without this package's BMTrainCallback trains `model`.
 
     Without this callback, the Trainer would scale some losses by the number of ranks, and would hang when rank 0 saves
-    alone. Called before each training forward. The call stack shows whether a Trainer has called the model.
+    alone. Called before each training forward if there are several ranks and transformers.trainer has been imported.
+
+    The Trainer is found in the call stack: this function looks for a call of `Trainer.training_step`. It raises nothing
+    if there is no such call, or if `model` is not part of the model that the Trainer trains (as for a sharded teacher
+    in distillation). Nor does it raise an error if the Trainer had the callback earlier and it was removed.
 
     Args:
         model: the sharded model.
-        size: the number of ranks, at least 2.
+        size: the number of ranks, at least 2. Only the error message uses it.
     """
     transformers: Any = sys.modules["transformers.trainer"]
     if not hasattr(transformers, "Trainer"):  # transformers.trainer is still being imported
@@ -105,7 +110,7 @@ def in_mixed_precision(state: Any, forward: Callable[[], Any], device: torch.dev
         forward: a function without arguments that runs the model's forward.
         device: the device on which the model computes.
         weights: the dtypes of the model's floating-point parameters. If all have the dtype of the mixed precision, a
-            log message recommends to turn mixed precision off.
+            log message recommends turning mixed precision off.
 
     Raises:
         RuntimeError: the mixed precision is not 'no', 'fp16' or 'bf16'.
@@ -127,10 +132,10 @@ def in_mixed_precision(state: Any, forward: Callable[[], Any], device: torch.dev
     if weights == {_HALF[precision]}:
         _log_once(
             logging.INFO,
-            "mixed_precision='%s' is set, but all weights are %s already. Autocast then "
-            "only makes norms and losses compute in float32, which takes time and memory. To avoid this, turn it "
-            "off (bf16=False and fp16=False in TrainingArguments). hf_bmtrain's optimizers keep float32 master "
-            "weights in both cases.", precision, precision,
+            "mixed_precision='%s' is set, but all weights are already in %s. Autocast then only has the effect "
+            "that norms and losses are computed in float32, which takes time and memory. To avoid this, turn mixed "
+            "precision off (bf16=False and fp16=False in TrainingArguments). hf_bmtrain's optimizers keep float32 "
+            "master weights in both cases.", precision, precision,
         )  # fmt: skip
     with torch.autocast(device.type, dtype=_HALF[precision], cache_enabled=False):
         outputs = forward()
@@ -152,7 +157,8 @@ class GroupMesh:
     dimension "cp" has the size of a group. Accelerate reads only the names and sizes of the dimensions.
 
     Attributes:
-        models: the models, as weak references, that need this mesh.
+        models: the models whose ranks share batches, as weak references. While one of them exists, `divide_batches`
+            does not remove the mesh.
     """
 
     mesh_dim_names = ("dp_shard", "cp")
@@ -204,12 +210,15 @@ def share_batches(model: torch.nn.Module, world: World) -> None:
 
 
 def divide_batches(model: torch.nn.Module, world: World) -> None:
-    """Undo an earlier `share_batches`, because the ranks of `model` do not share rows: each needs batches of its own.
+    """Make Accelerate's data loaders give each rank batches of its own again, if `share_batches` has changed this.
 
-    If a model for which `share_batches` was called still exists, nothing is changed, and rank 0 logs a warning.
+    Called when a model is wrapped whose ranks do not share rows (sequences). An earlier model may have needed
+    `share_batches`. If that model has been deleted, data loaders that Accelerate prepares from now on give each rank
+    different batches. If it still exists, nothing changes, and rank 0 logs a warning, because `model` would get the
+    same batches on several ranks.
 
     Args:
-        model: the model that is being wrapped, for the warning.
+        model: the model that is being wrapped. Only the warning uses it.
         world: the world of all ranks.
     """
     mesh = getattr(world.accelerator, "device_mesh", None)
@@ -229,7 +238,7 @@ def divide_batches(model: torch.nn.Module, world: World) -> None:
         )  # fmt: skip
 
 
-@functools.cache  # the class is changed once
+@functools.cache  # so that the class is changed only once
 def _gather_rows_once(kind: Any) -> None:
     """Make `Accelerator.gather_for_metrics` return each row of a batch once, even if several ranks share the row.
 

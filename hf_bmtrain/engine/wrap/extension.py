@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -54,24 +54,26 @@ class Extension:
         """
 
     def recognizes(self, parameter: torch.nn.Parameter) -> bool:
-        """Return whether this extension can shard `parameter`, whose class is not torch's own Parameter.
+        """Return whether this extension can shard `parameter` although it is not an ordinary torch.nn.Parameter.
 
-        If no extension can shard it, `wrap` raises ValueError.
+        An example is a quantized weight. `wrap` calls this for ordinary parameters, too, and ignores the result. For
+        any other parameter that is not sharded yet, `wrap` raises ValueError unless an extension returns True.
         """
         return False
 
     def facts(self, model: torch.nn.Module) -> dict[str, str]:
-        """Return facts about the model that must be equal on all ranks, as {name: description}.
+        """Return properties of the model that must be equal on all ranks, as {name: description}.
 
-        `wrap` compares them between the ranks before it changes the model, and raises RuntimeError if they differ.
+        For example, an extension for quantized weights returns the format of each weight. `wrap` calls this on every
+        rank before it changes the model, and raises RuntimeError if the results differ between ranks.
         """
         return {}
 
     def choose(self, plan: WrapPlan) -> None:
         """Decide what to change in `plan.model`, for example which parameters to quantize, but do not change it yet.
 
-        Raise ValueError if this extension cannot be applied to the model. `admit` raises errors that do not depend on
-        the division into blocks; it is called earlier, when there is no `plan` yet.
+        Raise ValueError if this extension cannot be applied to the model, for example if no block has a layer that it
+        could change. Make checks that need no `plan` in `admit`, which is called before the blocks are chosen.
         """
 
     def prepare(self, plan: WrapPlan) -> None:
@@ -83,42 +85,28 @@ class Extension:
     def separate(self, plan: WrapPlan) -> set[int]:
         """Return the ids of parameters that must not share a flat buffer with the other parameters of their block.
 
-        `wrap` forms the union of the sets that all extensions return. A parameter in the union shares flat buffers only
-        with parameters of the same block that are in the union, too. As always, they must also have the same dtype,
-        `requires_grad` and storage kind.
+        An extension for adapters returns the ids of the adapters' parameters, for example. In each block, these are
+        then stored in other flat buffers than the base weights, even if both have the same dtype and `requires_grad`.
+
+        `wrap` joins the sets that all extensions return into one. Parameters of a block that are in the joined set may
+        share a buffer with each other, even if different extensions returned them. As for all parameters, dtype,
+        `requires_grad` and storage kind must fit (see `shard_places`).
 
         plan: the model that is being wrapped, and its division into blocks and other modules.
         """
         return set()
 
     def kind(self, parameter: torch.nn.Parameter) -> StorageKind | None:
-        """Return how to store a parameter of a block (quantized, for example), or None to let other extensions decide.
+        """Return how to store a parameter of a block, for example quantized. Return None to leave this undecided.
 
-        `wrap` calls this for each parameter of a block when it shards the block, after `prepare`.
+        `wrap` calls this for each parameter of a block when it shards the block, after `prepare`. It asks the
+        extensions in order, and uses the first StorageKind that one returns. If all return None, it uses the attribute
+        `storage_kind` of the parameter or, without this attribute, PLAIN (elements are stored as they are).
         """
 
     def connect(self, plan: WrapPlan) -> None:
         """Make changes that need the sharded model, after the parameters of `plan.model` were sharded.
 
         For example, replace the forwards of modules, or add observers (objects whose methods are called during each
-        step).
+        step). If `plan.late` is True, `connect` was already called for this model, when it was wrapped first.
         """
-
-
-def kind_of(extensions: list[Extension]) -> Any:
-    """Combine the methods `kind` of all extensions into one function, which `shard_places` calls for each parameter.
-
-    A StorageKind determines how a parameter is stored, for example quantized.
-
-    Args:
-        extensions: the extensions, in the order in which they are asked.
-
-    Returns:
-        A function that takes a parameter and returns its StorageKind: the first result of an extension that is not
-        None, or None if there is no such result.
-    """
-
-    def ask(parameter: torch.nn.Parameter) -> StorageKind | None:
-        return next((kind for each in extensions if (kind := each.kind(parameter)) is not None), None)
-
-    return ask

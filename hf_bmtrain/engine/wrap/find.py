@@ -14,10 +14,13 @@ _LISTS = (torch.nn.ModuleList, torch.nn.Sequential)
 def find_block_lists(model: torch.nn.Module) -> list[torch.nn.ModuleList]:
     """Return the outermost ModuleLists of `model` whose items can become blocks (layers that are sharded one by one).
 
-    At least one item must have parameters. If items of a ModuleList are ModuleLists, these inner lists are returned.
-    Lists with embeddings are skipped: blocks all-gather their weights when they are called, but some models, such as
-    SAM and models with tied heads, read the weights of these embeddings without calling them. Lists that contain None
-    (an optional module between layers) are skipped, too.
+    At least one item must have parameters. The following lists are skipped, but lists inside their items may be
+    returned instead:
+
+    * Lists of ModuleLists.
+    * Lists that contain None (an optional module between layers).
+    * Lists with embeddings. A block all-gathers its weights when it is called, but some models, such as SAM and models
+      with tied heads, read the weights of such embeddings without calling them.
     """
     if isinstance(model, torch.nn.ModuleList) and all(_may_be_block(item) for item in model):
         items = [item for item in model if any(True for _ in item.parameters())]
@@ -35,8 +38,8 @@ def choose_chains(
 ) -> tuple[list[Chain], list[torch.nn.ModuleList]]:
     """Return the modules that become blocks, as chains in execution order, and the ModuleLists that contain them.
 
-    A chain is a list of blocks. While a block runs, the weights of the next blocks of its chain are prefetched. The
-    ModuleLists become TransformerBlockLists.
+    A chain is a list of blocks. While a block runs, the weights of the next block of its chain are prefetched, and in
+    backward those of the previous block. The ModuleLists become TransformerBlockLists.
 
     Args:
         model: the model.
@@ -44,11 +47,11 @@ def choose_chains(
             ModuleList or Sequential form a chain; all other modules together form one more chain.
 
     Returns:
-        The chains, and the ModuleLists that were found or that are among `blocks`.
+        The chains, and the ModuleLists that were found or passed.
 
     Raises:
-        ValueError: `blocks` is a single layer instead of a list, or one of its modules is not part of the model or is
-            inside another one.
+        ValueError: `blocks` is a single layer instead of a list, or contains an object that is not a submodule of the
+            model, or contains a module and also a module inside it.
     """
     if blocks is None:
         lists = find_block_lists(model)
@@ -85,10 +88,22 @@ def _check_asked(model: torch.nn.Module, blocks: Chain) -> None:
 def adapter_parameters(model: torch.nn.Module) -> set[int]:
     """Return the ids of the parameters of all adapters in `model`, frozen or not.
 
-    Used to keep adapters apart: they share no flat buffer with other parameters, and their layers are not replaced.
-    PEFT's layers list the names of their submodules that belong to adapters in the attribute `adapter_layer_names`.
+    Extensions call this to treat adapters separately, for example to give them flat buffers of their own. PEFT's layers
+    list the names of their submodules that belong to adapters in the attribute `adapter_layer_names`.
     """
     held = [
         getattr(module, name, None) for module in model.modules() for name in getattr(module, "adapter_layer_names", ())
     ]
     return {id(parameter) for each in held if isinstance(each, torch.nn.Module) for parameter in each.parameters()}
+
+
+def is_router(path: str) -> bool:
+    """Return whether a module has the name of a router, the module that chooses the experts of each token.
+
+    Extensions call this to leave routers in full precision, because rounding could change which experts are chosen.
+
+    path: the module's path in its model. The result is True if its last part is "router" or "gate", as in
+        "model.layers.0.mlp.gate". A final ".base_layer" is ignored: if PEFT adds an adapter to this router, the router
+        itself moves to "model.layers.0.mlp.gate.base_layer".
+    """
+    return path.removesuffix(".base_layer").rpartition(".")[2] in ("router", "gate")

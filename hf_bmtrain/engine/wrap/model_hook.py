@@ -26,13 +26,37 @@ from ..blocks.block import CheckpointBlock, weak_method
 from ..blocks.sharded_module import RefuseDataParallel, moved
 from ..runtime.world import World, current_world
 from ..sharding.parameter import DistributedParameter
+from ..sharding.slots import Slot
 from .accelerator import check_accelerator, check_trainer, in_mixed_precision
 
 
 def install_hook(model: torch.nn.Module) -> None:
-    """Register a ModelHook, which checks the model before each forward, on `model`, unless it has one already."""
+    """Register a ModelHook on `model`, unless it has one. The hook checks the model before each forward."""
     if not any(isinstance(hook, ModelHook) for hook in model._forward_pre_hooks.values()):
         model.register_forward_pre_hook(ModelHook(), with_kwargs=True)
+
+
+def after_later_hooks(model: torch.nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+    """Run the forward pre-hooks of `model` that run after its ModelHook, and return the arguments of its forward.
+
+    For an observer that rehearses the forward in `before_forward`, when these hooks have not run yet. They may change
+    the arguments. They run again before the forward itself.
+
+    Args:
+        model: a wrapped model.
+        args: the positional arguments that `Observer.before_forward` got.
+        kwargs: its keyword arguments.
+    """
+    hooks = list(model._forward_pre_hooks.items())
+    checks = [isinstance(hook, ModelHook) for _, hook in hooks]
+    for key, hook in hooks[checks.index(True) + 1 :]:
+        if key in model._forward_pre_hooks_with_kwargs:
+            args, kwargs = hook(model, args, kwargs) or (args, kwargs)  # pyright: ignore[reportGeneralTypeIssues]
+        else:
+            changed = hook(model, args)
+            if changed is not None:
+                args = changed if isinstance(changed, tuple) else (changed,)
+    return args, kwargs
 
 
 @disable_compiler  # observers must not be compiled, even if the user compiles the whole model
@@ -44,20 +68,23 @@ class ModelHook:
     """The forward pre-hook of a wrapped model. It checks the model, and then calls the observers' `before_forward`.
 
     Observers are objects whose methods are called at events of a training step. They may communicate with other ranks,
-    so the checks precede them. Hooks that were registered before the model was wrapped, and may change the arguments,
-    run first.
+    so the checks precede them. Hooks that were registered before the model was wrapped run before this one, and may
+    change the arguments.
 
     The hook raises RuntimeError if the model is traced or exported. In a training forward (with gradients enabled), it
     also raises RuntimeError if the model is called inside a torch.func transform or DistributedDataParallel, if
-    Accelerate shards models itself or has another number of ranks, if a Trainer on several ranks lacks BMTrainCallback,
-    if a parameter is not sharded, or if a block's parameter was renamed.
+    Accelerate shards models itself or has a different number of ranks, if a Trainer on several ranks lacks
+    BMTrainCallback, if a parameter is not sharded, or if a block's parameter was renamed.
 
-    Every training forward checks all parameters and modules again, because they can be replaced at any time.
+    Parameters that were deleted from a block are forgotten: the block does not all-gather them any more.
+
+    Parameters and modules can be replaced at any time, so every training forward compares the modules, and the
+    names and classes of the parameters, with those that were checked last, and checks everything again if any differs.
     """
 
     def __init__(self) -> None:
-        # These attributes store what the last `_walk` over all modules found. To save time, a forward walks again only
-        # if modules, names or classes of parameters have changed since. `_check` compares them with these attributes.
+        # These attributes store what the last `_walk` over all modules found. To save time, `_check` compares them with
+        # the present state, and walks again only if modules, or names or classes of parameters, have changed.
         self._parameters: list[dict[str, Any]] = []  # the dict `_parameters` of every module
         self._modules: list[dict[str, Any]] = []  # the dict `_modules` of every module
         self._tree: list[torch.nn.Module | None] | None = None  # the children of all modules
@@ -118,6 +145,7 @@ class ModelHook:
                     )
         for module in model.modules():
             if isinstance(module, CheckpointBlock):
+                module._bmt.forget_deleted(leave=True)
                 _check_places(module)
         self._parameters = [module._parameters for module in model.modules()]
         self._names = list(chain.from_iterable(self._parameters))
@@ -129,7 +157,8 @@ class ModelHook:
 def _is_sharded(kind: type) -> bool:
     """Return whether `kind`, the type of a value in a module's `_parameters`, is that of a sharded parameter or None.
 
-    A parameter of another class was added after the model was sharded, or is full while the forward of its block runs.
+    A parameter of any other class was added after the model was sharded, or is a full parameter, which is there only
+    while the forward of its block runs.
     """
     return issubclass(kind, (DistributedParameter, type(None)))
 
@@ -138,14 +167,17 @@ def _check_places(block: CheckpointBlock) -> None:
     """Raise RuntimeError if a parameter of `block` was registered under another name after `block` was sharded.
 
     Under the new name, the block's forward would read only this rank's elements, because the full parameter is set
-    under the old name.
+    under the old name. A parameter that was deleted, forgotten, and put back is attached to the block again.
     """
-    known = {(id(slot.parameters), slot.name) for slot in block._slots()}
+    slots, state = block._slots(), block._bmt
+    known = {(id(slot.parameters), slot.name) for slot in slots}
     for name, module in block.named_modules():
         for key, parameter in module._parameters.items():
             if isinstance(parameter, DistributedParameter) and (id(module._parameters), key) not in known:
-                if any(parameter is slot.sharded for slot in block._slots()):
+                if any(parameter is slot.sharded for slot in slots):
                     raise moved(f"{name}.{key}".lstrip("."), block)
+                if parameter.buffer in state.left or parameter.buffer in state.buffers:
+                    state.put_back(Slot(module._parameters, key, parameter.full, parameter))
 
 
 def _values(dicts: list[dict[str, Any]]) -> list[Any]:
@@ -183,7 +215,7 @@ def keep_cache_out(modules: Iterable[torch.nn.Module], blocks: Iterable[Any]) ->
 
     Args:
         modules: the modules that get a hook. Those whose forward has no argument `use_cache`, or whose `config` has no
-            such setting, are skipped.
+            attribute `use_cache`, are skipped.
         blocks: the model's CheckpointBlocks.
     """
     states = weakref.WeakSet(block._bmt for block in blocks)

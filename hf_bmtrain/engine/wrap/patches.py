@@ -22,7 +22,7 @@ _OPTIONS = {"every_n_layers": 1, "offload": False}
 
 
 def route_recomputation(model: torch.nn.Module, blocks: Iterable[Any]) -> None:
-    """Turn off the model's own gradient checkpointing, because blocks (sharded layers) recompute their own forwards.
+    """Turn off the model's own gradient checkpointing: the blocks (sharded layers) recompute their forwards themselves.
 
     Later calls of the model's `gradient_checkpointing_enable()` and `gradient_checkpointing_disable()` switch the
     recomputation of the blocks on and off.
@@ -92,16 +92,17 @@ def keep_ranks_together(model: torch.nn.Module, blocks: Sequence[torch.nn.Module
     """Make every rank continue to generate until all ranks have finished, because all must take part in all-gathers.
 
     transformers synchronizes the ranks in this way if a module has the attribute `_is_fsdp_managed_module`, or if
-    `generate` is called with synced_gpus=True. This function sets both. Modules that drop layers at random do not get
-    the attribute, because it makes transformers call all of their layers. Continuous batching cannot keep the ranks
-    together, so it raises an error if there are several ranks.
+    `generate` is called with synced_gpus=True. This function sets the attribute on modules outside blocks, and makes
+    `generate` pass synced_gpus=True by default. Modules that drop layers at random do not get the attribute, because it
+    makes transformers call all of their layers. Continuous batching cannot keep the ranks together, so it raises an
+    error if there are several ranks.
 
     Args:
         model: the model, whose modules are patched.
         blocks: the model's blocks. They and the modules inside them do not get the attribute.
     """
-    # torch.compile would treat a module with this attribute as an FSDP module. Compiled modules, and modules in blocks,
-    # which may be compiled, therefore do not get it.
+    # torch.compile would treat a module with this attribute as an FSDP module. So do not set it on compiled modules,
+    # nor on modules in blocks, which may be compiled.
     compiled = [module for module in model.modules() if module._compiled_call_impl is not None]
     unmarked = {module for each in (*blocks, *compiled) for module in each.modules()}
     for module in model.modules():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import NoReturn
 
 import torch
@@ -17,9 +17,11 @@ _EMBEDDINGS = (torch.nn.Embedding, torch.nn.EmbeddingBag)
 
 
 def admit(model: torch.nn.Module) -> None:
-    """Raise ValueError, with the reason, if `model` or one of its modules cannot be wrapped.
+    """Raise ValueError, with the reason, if `model` as a whole, or one of its modules, cannot be wrapped.
 
-    The parameters are checked by `admit_parameters` instead.
+    The error is raised if the model has no parameters, is a DistributedDataParallel or DataParallel, is the result of
+    torch.compile, is sharded by FSDP, contains a reversible layer (with a method `backward_pass`), or is wrapped
+    already. The parameters themselves are checked by `admit_parameters`.
     """
     kind = type(model).__name__
     if next(model.parameters(), None) is None:
@@ -61,13 +63,17 @@ def admit_compiled(model: torch.nn.Module, blocks: Iterable[torch.nn.Module]) ->
 
 def _refuse_compiled(name: str) -> NoReturn:
     raise ValueError(
-        f"auto_wrap: {name} is compiled already. Pass the model that is not compiled (torch.compile keeps it "
-        "in `._orig_mod`), and compile its blocks with auto_wrap(compile=True)."
+        f"auto_wrap: {name} is compiled already. Pass the model from before compilation (torch.compile(model) "
+        "keeps it in `._orig_mod`; if .compile() was called, leave out that call), and compile its blocks with "
+        "auto_wrap(compile=True)."
     )
 
 
 def _admit_modules(model: torch.nn.Module) -> None:
-    """Raise ValueError if a module of `model` uses its weights outside its forward, where they are not all-gathered."""
+    """Raise ValueError if a module of `model` has a `backward_pass` of its own, as reversible layers have.
+
+    Such a method uses the weights outside the layer's forward, when they are not all-gathered.
+    """
     for name, module in model.named_modules():
         if callable(getattr(module, "backward_pass", None)):
             raise ValueError(
@@ -78,12 +84,16 @@ def _admit_modules(model: torch.nn.Module) -> None:
 
 
 def admit_parameters(model: torch.nn.Module, recognized: Callable[[torch.nn.Parameter], bool]) -> None:
-    """Raise ValueError if a parameter of `model` cannot be sharded. The error names the first such parameter.
+    """Raise ValueError if a parameter of `model` cannot be sharded. The error names the parameter, or its module.
+
+    Examples are parameters of a scripted module or of an embedding with sparse gradients, parameters on the meta
+    device without values, parameters with a hook on their gradient, DTensors and other subclasses of torch.Tensor, and
+    two different parameters in the same memory, if one of them is trained.
 
     Args:
         model: the model, all of whose parameters are checked.
-        recognized: a function that returns whether an extension can shard a parameter of a class that is not torch's
-            own.
+        recognized: a function that returns whether an extension can shard a parameter although it is not an ordinary
+            torch.nn.Parameter.
     """
     simulating = current_world().device.type == "meta"
     for name, module in model.named_modules():
@@ -118,9 +128,9 @@ def admit_parameters(model: torch.nn.Module, recognized: Callable[[torch.nn.Para
             continue
         if type(parameter.data) is not torch.Tensor:
             raise ValueError(
-                f"auto_wrap: '{name}' is a {type(parameter.data).__name__} (a DTensor or a quantized weight), which "
-                "cannot be sharded. Load the model in an ordinary dtype such as torch.bfloat16, without tensor "
-                "parallelism or FSDP."
+                f"auto_wrap: '{name}' is a {type(parameter.data).__name__}, a subclass of torch.Tensor (such as a "
+                "DTensor or a quantized weight) that cannot be sharded. Load the model in an ordinary dtype such as "
+                "torch.bfloat16, without tensor parallelism or FSDP."
             )
         if type(parameter) not in (torch.nn.Parameter, SourcedParameter):
             raise ValueError(
@@ -135,8 +145,8 @@ def admit_parameters(model: torch.nn.Module, recognized: Callable[[torch.nn.Para
 def _refuse_common_memory(model: torch.nn.Module) -> None:
     """Raise ValueError if two different parameters have elements in common, and one of them is trained.
 
-    One may be a transposed view of the other, as in tied autoencoders. In plain torch, training one changes the other.
-    Sharding would copy them, so that they became independent.
+    For example, one is a transposed view of the other, as in tied autoencoders. In plain torch, training one changes
+    the other. Sharding would copy both, so that they would no longer be tied.
     """
     spans = sorted(
         (*_span(parameter.data), name, parameter)
@@ -164,9 +174,11 @@ def _span(tensor: torch.Tensor) -> tuple[int, int]:
 
 
 def _overlap(first: torch.Tensor, second: torch.Tensor, begin: int) -> bool:
-    """Return whether two tensors whose spans overlap have elements in common. (Columns of one matrix have none.)
+    """Return whether two tensors whose spans overlap have elements in common. (Two columns of a matrix have none.)
 
-    begin: the lower of the two addresses at which they begin.
+    The result is True if their dtypes differ.
+
+    begin: the lower of the addresses at which the two tensors begin.
     """
     if first.dtype != second.dtype:
         return True
@@ -184,7 +196,21 @@ def holds_additions(model: torch.nn.Module) -> bool:
     """Return whether `model` was wrapped before (entirely or in part) and has parameters that are not sharded.
 
     Such parameters, for example those of adapters, were added after the model was wrapped. If the result is True,
-    `auto_wrap` does not refuse the model as wrapped already, but shards only these parameters.
+    `auto_wrap` accepts the model although it is already wrapped, and shards only these parameters.
     """
     wrapped = isinstance(model, DistributedModule) or any(isinstance(m, CheckpointBlock) for m in model.modules())
     return wrapped and any(not isinstance(parameter, DistributedParameter) for parameter in model.parameters())
+
+
+def refuse_other_blocks(model: torch.nn.Module, asked: Sequence[torch.nn.Module]) -> None:
+    """Raise ValueError unless `asked`, the blocks passed to a later call of `auto_wrap`, are the blocks of `model`."""
+    names = {module: name for name, module in model.named_modules()}
+    blocks = [module for module in names if isinstance(module, CheckpointBlock)]
+    other = next((names[module] for module in names if (module in asked) != (module in blocks)), None)
+    if other is not None:
+        raise ValueError(
+            f"auto_wrap: the blocks of a wrapped model cannot be changed, but '{other}' is only in one of two lists: "
+            f"the {len(blocks)} blocks with which the model was wrapped, and the {len(asked)} blocks of blocks=[...]. "
+            "Load the model again and pass blocks in the first call. To shard only newly added parameters, call "
+            "auto_wrap(model)."
+        )

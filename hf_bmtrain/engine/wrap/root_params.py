@@ -1,6 +1,6 @@
 """Shard a model's root parameters, and move the modules' buffers to this rank's device.
 
-Root parameters belong to no block (sharded layer), because they are outside all blocks or shared by several modules.
+Root parameters belong to no block (sharded layer), because modules outside blocks or several blocks use them.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from ..blocks.distributed_module import distribute
 from ..runtime.world import World
 from ..sharding.parameter import DistributedParameter, Origin
 from ..sharding.slots import Place, find_places, shard_places
+from ..sharding.state_dict import unexpanded
 
 OWN_BUFFER_NUMEL = 1 << 20
 """A root parameter with at least this many elements gets its own flat buffer, so that it is all-gathered alone."""
@@ -40,8 +41,8 @@ def shared_parameters(blocks: Sequence[torch.nn.Module], outside: Iterable[torch
 def root_places(blocks: Sequence[torch.nn.Module], outside: Iterable[torch.nn.Module], shared: set[int]) -> list[Place]:
     """Return (module, name, parameter) for every place at which a root parameter is registered.
 
-    Root parameters are those that are not sharded with a block: all parameters of the modules in `outside`, and those
-    inside `blocks` that several modules share. The places in `outside` come first.
+    Root parameters are those that are not sharded with a block: all parameters of the modules in `outside`, and the
+    parameters of `blocks` whose ids are in `shared`. The places in `outside` come first.
 
     Args:
         blocks: the modules that are or become blocks (layers that are sharded one by one).
@@ -53,7 +54,7 @@ def root_places(blocks: Sequence[torch.nn.Module], outside: Iterable[torch.nn.Mo
 
 
 def shard_root(world: World, places: Sequence[Place], outside: Iterable[torch.nn.Module]) -> None:
-    """Shard the root parameters, which are outside blocks or shared by several modules.
+    """Shard the root parameters, which are used by modules outside blocks or by several blocks.
 
     Collective: every rank must call it. The modules in `outside` and `places` become DistributedModules, which
     all-gather a parameter when their forward reads it.
@@ -75,14 +76,18 @@ def shard_root(world: World, places: Sequence[Place], outside: Iterable[torch.nn
 
 
 def name_buffers(model: torch.nn.Module, world: World) -> None:
-    """Give every flat buffer a name for messages, and set the attribute `origin` of every sharded parameter.
+    """Record the names of flat buffers and sharded parameters, so that messages can name them.
 
-    A flat buffer is named after the first of its parameters. The origin of a parameter contains the path of its block
-    in the model, and the name of the parameter in this block.
+    A flat buffer is named after the first of its parameters, for example "'layers.0.mlp.up_proj.weight' and 8 other
+    parameters of LlamaModel". Its name is stored in the world's monitor, the object that reports failures of ranks.
+
+    The attribute `origin` (an `Origin`) of each sharded parameter is set. It contains the path of the parameter's block
+    in the model, such as "layers.0", and the parameter's name in this block, such as "mlp.up_proj.weight". For a
+    parameter outside blocks, the path is "", and the name is that in the model.
 
     Args:
         model: the model, whose parameters are sharded.
-        world: the world of the model. The names are stored in its monitor, the object that reports failures of ranks.
+        world: the world of the model.
     """
     names: dict[int, list[str]] = {}
     blocks = [f"{name}." for name, module in model.named_modules() if isinstance(module, CheckpointBlock)]
@@ -94,7 +99,8 @@ def name_buffers(model: torch.nn.Module, world: World) -> None:
             block = block if name.startswith(block) else ""
             parameter.origin = Origin(world.buffers.made, number, block[:-1], name[len(block) :])
     for number, held in names.items():
-        rest = f" and {len(held) - 1} other parameters" if len(held) > 1 else ""
+        others = len(held) - 1
+        rest = f" and {others} other parameter{'s' * (others > 1)}" if others else ""
         text = f"'{held[0]}'{rest} of {type(model).__name__}"
         before = sum(other < number and told.startswith(text) for other, told in world.monitor.names.items())
         world.monitor.names[number] = f"{text} (number {before + 1})" if before else text
@@ -121,8 +127,7 @@ def place_buffers(model: torch.nn.Module, world: World) -> None:
             placed = buffer.to(world.device)
             module._buffers[name] = placed
             if world.size > 1 and placed.numel():
-                # torch cannot write to an expanded buffer, whose elements share memory, so write each of them once.
-                once = placed[tuple([slice(1 if stride == 0 else None) for stride in placed.stride()])]
-                flat = once.clone(memory_format=torch.contiguous_format).view(-1).view(torch.uint8)
-                world.gather.broadcast(flat, 0).wait()
-                once.copy_(flat.view(once.dtype).view(once.shape))
+                once = unexpanded(placed)  # torch cannot write to an expanded buffer
+                values = once.clone(memory_format=torch.contiguous_format)
+                world.gather.broadcast(values, 0).wait()
+                once.copy_(values)

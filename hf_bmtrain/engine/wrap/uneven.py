@@ -25,7 +25,13 @@ _log = logging.getLogger("hf_bmtrain")
 def negotiate_if_uneven(plan: WrapPlan, chains: Sequence[Chain]) -> None:
     """If ranks may run different parts of the model in one step, make them agree on each collective before it starts.
 
-    Called when the model is wrapped for the first time.
+    For example, each rank may drop different layers at random, or only some ranks may have an image for the image
+    encoder. Without an agreement, a rank could then wait in an all-gather that other ranks never issue. With it, the
+    ranks exchange which collective each of them needs next, and then all issue the same one.
+
+    Called when the model is wrapped for the first time. It does nothing if there is only one rank, or if nothing in the
+    model suggests that ranks may run different parts of it. Layers that are dropped at random, and encoders for
+    different inputs, are examples of what suggests this.
 
     Args:
         plan: the model, and its division into blocks and other modules.
@@ -36,18 +42,19 @@ def negotiate_if_uneven(plan: WrapPlan, chains: Sequence[Chain]) -> None:
         return
     _register(plan)
     _log.info(
-        "rank %d: the ranks may enter different parts of %s in the same step, because %s. They therefore agree, before "
-        "each collective of forward and backward, on which one is next.",
+        "rank %d: the ranks may enter different parts of %s in the same step, because %s. Before each collective of a "
+        "forward or backward, the ranks therefore agree on which collective is next.",
         plan.world.rank, type(plan.model).__name__, reason,
     )  # fmt: skip
 
 
 def follow_additions(plan: WrapPlan) -> None:
-    """Number the collectives of an uneven model again, after parameters such as adapters were added and sharded.
+    """Number the model's collectives again, after parameters such as adapters were added and sharded.
 
-    Ranks may run different parts of an uneven model. Before each collective, they therefore agree on the number of the
-    collective that is next. The collectives of the added parameters need numbers, too. If the model is not uneven,
-    nothing is done.
+    Called each time parameters were added. Does nothing unless `negotiate_if_uneven` found, when the model was first
+    wrapped, that ranks may run different parts of it. In this case, the ranks agree on each collective before it
+    starts: they send each other the number of the collective that each needs next. The all-gathers and reductions of
+    the added parameters therefore need numbers, too.
 
     plan: the model, which was wrapped before, and its division into blocks and other modules.
     """
@@ -78,7 +85,7 @@ def _numel(states: Sequence[BlockState]) -> int:
 
 
 def _why_uneven(plan: WrapPlan, chains: Sequence[Chain]) -> str | None:
-    """Return why ranks may run different parts of the model in one step, for the log. None if there is no reason.
+    """Return why ranks may run different parts of the model in one step, for the log; None if they all run the same.
 
     plan: the model, and its division into blocks and other modules.
     chains: the model's lists of blocks, each in execution order.

@@ -13,11 +13,12 @@ from ..blocks.distributed_module import DistributedModule
 from ..runtime.world import World
 from ..sharding.parameter import DistributedParameter
 from ..sharding.slots import Place, find_places, shard_places, tensor_facts
-from .extension import Extension, WrapPlan, kind_of
+from ..sharding.storage import StorageKind
+from .extension import Extension, WrapPlan
 from .find import Chain, choose_chains
 from .model_hook import follow_accelerator, install_hook, keep_cache_out
 from .patches import keep_ranks_together, refuse_resizing, route_recomputation
-from .refuse import admit, admit_compiled, admit_parameters, holds_additions
+from .refuse import admit, admit_compiled, admit_parameters, holds_additions, refuse_other_blocks
 from .root_params import name_buffers, place_buffers, root_places, shard_root, shared_parameters
 from .uneven import follow_additions, negotiate_if_uneven
 
@@ -35,7 +36,8 @@ def wrap(
 ) -> None:
     """Shard all parameters of `model` in place. If it was wrapped before, shard only those that were added since.
 
-    Collective: every rank must call it.
+    Collective: every rank must call it. If the model was wrapped before, `zero_level`, `use_checkpoint` and `compile`
+    are ignored.
 
     Args:
         model: the model.
@@ -45,14 +47,16 @@ def wrap(
             `auto_wrap` documents.
         compile: the keyword arguments of torch.compile, with which the blocks are compiled; None to not compile them.
         blocks: the modules to shard as blocks (transformer layers, for example), in execution order. None: the items of
-            the model's outermost ModuleLists.
+            the model's outermost ModuleLists. If `model` was wrapped before, these must be its blocks.
         extensions: objects that add features by changing how the model is wrapped, see `Extension`.
 
     Raises:
-        ValueError: the model cannot be sharded. Every rank raises it.
-        RuntimeError: the ranks have different models.
+        ValueError: the model cannot be sharded, and all ranks found the same reason. Every rank raises the error.
+        RuntimeError: the ranks have different models. Or only some ranks found a reason why the model cannot be
+            sharded, or the ranks found different reasons. Every rank raises the error.
     """
-    # If the last backward has failed, its model may be deleted by now. Free what the schedule still keeps of it.
+    # If the last backward has failed, its model may be deleted by now. Drop the gradients and pending reductions of
+    # that backward, which the schedule still holds.
     world.schedule.discard_failed_backward()
     late = holds_additions(model)
     chains, lists = _choose_chains(model, world, blocks, late, extensions)
@@ -97,7 +101,7 @@ def _choose_chains(
     world: the ranks that share the parameters.
     blocks: the modules that the user passed, or None to choose the items of the model's outermost ModuleLists.
     late: whether the model was wrapped before.
-    extensions: may refuse the model, and accept parameters of classes that are not torch's own.
+    extensions: may refuse the model, and may accept parameters whose class is not torch.nn.Parameter.
     """
     chains: list[Chain] = []
     lists: list[torch.nn.ModuleList] = []
@@ -111,6 +115,8 @@ def _choose_chains(
         for each in extensions:
             each.admit(model, late)
         admit_parameters(model, recognized)
+        if late and blocks is not None:
+            refuse_other_blocks(model, [block for chain in choose_chains(model, blocks)[0] for block in chain])
         if not late:
             found = choose_chains(model, blocks)
             admit_compiled(model, (block for chain in found[0] for block in chain))
@@ -157,17 +163,21 @@ def _root(model: torch.nn.Module, blocks: Chain) -> Chain:
 def _shard_layers(plan: WrapPlan, zero_level: int, use_checkpoint: object, extensions: Sequence[Extension]) -> None:
     """Turn each layer of `plan.layers` into a CheckpointBlock, which shards the parameters of the layer.
 
-    Parameters that several modules share (`plan.shared`) are left out. Collective: every rank must call it.
+    Parameters that a layer shares with other layers or with modules outside all layers (`plan.shared`) are left out.
+    Collective: every rank must call it.
 
     zero_level: 3 frees the full parameters between forward and backward, and 2 keeps them.
     use_checkpoint: whether blocks recompute their forwards in backward, as in `wrap`.
     extensions: determine how parameters are stored, and which get separate flat buffers.
     """
     separate = {key for each in extensions for key in each.separate(plan)}
-    kind = kind_of([*extensions])
+
+    def kind_of(parameter: torch.nn.Parameter) -> StorageKind | None:
+        return next((kind for each in extensions if (kind := each.kind(parameter)) is not None), None)
+
     for layer in plan.layers:
         own = [place for place in find_places(layer.modules()) if id(place[2]) not in plan.shared]
-        sharded = shard_places(plan.world, own, plan.world.schedule.blocks, kind, separate)
+        sharded = shard_places(plan.world, own, plan.world.schedule.blocks, kind_of, separate)
         extend(layer, sharded, plan.world, use_checkpoint, zero_level)
 
 
@@ -202,12 +212,14 @@ def _shard_additions(plan: WrapPlan) -> None:
 
     plan: the model, and its division into blocks and other modules.
     """
-    world, count, layers = plan.world, 0, plan.layers
+    world, count = plan.world, 0
+    layers: list[Any] = plan.layers
     for block in layers:
+        block._bmt.forget_deleted(leave=True)
         own = [place for place in find_places(block.modules()) if id(place[2]) not in plan.shared and _is_new(place)]
         count += len(own)
         if own:
-            enlarge(block, shard_places(world, own, world.schedule.blocks))  # pyright: ignore[reportArgumentType]
+            enlarge(block, shard_places(world, own, world.schedule.blocks))
     left = [place for place in root_places(layers, plan.root, plan.shared) if _is_new(place)]
     fresh = [module for module in plan.root if not isinstance(module, DistributedModule)]
     shard_root(world, left, fresh)
@@ -226,7 +238,7 @@ def _patch(plan: WrapPlan, fresh: Iterable[torch.nn.Module]) -> None:
     Collective: every rank must call it.
 
     plan: the model, whose parameters are sharded already, and its blocks.
-    fresh: the model's modules that were not wrapped before.
+    fresh: the modules for `keep_cache_out`: all modules or, if the model was wrapped before, new ones outside blocks.
     """
     place_buffers(plan.model, plan.world)
     name_buffers(plan.model, plan.world)
@@ -241,7 +253,7 @@ def _report(plan: WrapPlan, sharded: str, level: int) -> None:
     _log.info("rank %d: sharded %s: %s, zero_level %d", plan.world.rank, kind, sharded, level)
     if not plan.layers:
         _log.warning(
-            "%s has no nn.ModuleList of layers, so no blocks were found. All of its parameters will be unsharded at "
-            "the same time in forward and backward. To save memory, pass its layers: auto_wrap(model, blocks=[...]).",
+            "%s has no blocks, because it has no nn.ModuleList of layers, or blocks= is empty. All of its parameters "
+            "may be unsharded at the same time. To save memory, pass its layers: auto_wrap(model, blocks=[...]).",
             kind,
         )  # fmt: skip

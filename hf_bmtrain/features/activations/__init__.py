@@ -3,8 +3,8 @@
 With recomputation, only the inputs of the blocks (transformer layers) stay on the GPU from forward to backward: one
 tensor of shape (tokens, hidden size) for each block. For long sequences, these make up most of the memory that a step
 allocates. With this option they are copied to page-locked host memory while the GPU computes, and copied back one block
-before backward needs them. The file `host_inputs` does this. On the CPU the option changes nothing, because activations
-are in host memory anyway.
+before backward needs them. Only the last block's input stays on the GPU. The file `host_inputs` implements the copies.
+On the CPU the option changes nothing, because activations are in host memory anyway.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class OffloadActivations(Extension):
     If it is True, the inputs of recomputed blocks (transformer layers) are kept in host memory until backward.
 
     Args:
-        options: the options of `auto_wrap`, of which `offload_activations` is used.
+        options: the arguments that were passed to `auto_wrap`. Only `offload_activations` is used.
     """
 
     def __init__(self, options: Options) -> None:

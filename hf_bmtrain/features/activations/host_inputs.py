@@ -19,18 +19,21 @@ _INSTEAD = "pass offload_activations=False"
 class HostInputs:
     """Keeps the inputs of one model's recomputed blocks in host memory from the forward to the backward.
 
-    The copies run on a separate stream, in the order in which they are queued. The current stream, on which the blocks
-    compute, waits for them as follows. The host does not wait.
+    This saves GPU memory (`offload_activations` of `auto_wrap`). Only inputs that need a gradient are copied, not masks
+    or positions. They are copied on a separate stream while the blocks compute on the current stream:
 
-    * In the forward, before a block saves its input, the current stream waits until the preceding block's input has
-      been copied to the host. Then that input is freed on the device. So at most one block's input is being copied at a
-      time.
-    * The input of the last block stays on the device, because backward needs it first.
-    * In the backward of a block, the current stream waits until the block's input has been copied back. Then the copy
-      of the preceding block's input is queued. So at most two inputs are on the device.
+    * When a block saves its input in the forward, a copy of the input to the host is queued. When the next block is
+      about to save its own input, the current stream first waits for this copy, and the copied input is freed on the
+      device. So at most one block's input is being copied at a time.
+    * The last block's input is copied too, but stays on the device, because backward needs it first.
+    * When the backward of a block reads the block's input, the current stream waits until the input has been copied
+      back. Then the copy of the preceding block's input is queued. So at most two blocks' inputs are on the device.
 
-    Host memory is allocated in the first steps and reused afterwards, also for smaller inputs. Memory that is too small
-    for a larger input is freed, and larger memory is allocated.
+    Only streams wait for the copies; the Python thread does not.
+
+    Host memory is allocated in pieces, one for each input, and reused in later steps. A piece can also hold a smaller
+    input. If free pieces exist but all are too small for an input, the largest of them is released, and a new piece is
+    allocated.
 
     Args:
         device: the device on which the blocks compute.
@@ -46,7 +49,7 @@ class HostInputs:
         return HostInputs(self._device)
 
     def saving(self) -> AbstractContextManager[Any] | None:
-        """Return a context manager that keeps a block's inputs in host memory. Each forward of a block needs its own.
+        """Return a context manager that keeps a block's inputs in host memory. Create one for each forward of a block.
 
         The inputs are the tensors that torch.utils.checkpoint saves in this context. Returns None inside other
         saved-tensor hooks, because these decide where tensors are saved. (With torch 2.6, which cannot detect such
@@ -63,10 +66,11 @@ class HostInputs:
         return torch.autograd.graph.saved_tensors_hooks(inputs.pack, _unpack)
 
     def before(self, inputs: _Inputs) -> _Inputs | None:
-        """Return the inputs that were saved just before `inputs`: those of the preceding block, or None for the first.
+        """Return the inputs of the block whose forward ran just before the forward of `inputs`, or None for the first.
 
-        Backward needs them next, because it goes through the blocks in the opposite order of the forward. Inputs that
-        were deleted after their backward are skipped.
+        Backward runs the blocks in reverse order, so it needs the returned inputs after `inputs`. The caller copies
+        them back to the device ahead of time. Inputs that no longer exist, for example because their backward has
+        ended, are skipped.
 
         inputs: the inputs of one forward of a block.
         """
@@ -77,15 +81,11 @@ class HostInputs:
             found = each or found
         return None
 
-    def upload(self, copies: list[tuple[torch.Tensor, torch.Tensor]]) -> Event:
-        """Queue copies from host memory to the device. Return an event that occurs when all of them are complete.
-
-        copies: pairs (target on the device, source in host memory).
-        """
-        return self._queue(copies)
-
     def download(self, tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, Event]:
-        """Queue a copy of a contiguous tensor, an input that a block saves for backward, to host memory.
+        """Queue a copy to host memory of `tensor`, an input that a block saves for backward.
+
+        Args:
+            tensor: a contiguous tensor on the device.
 
         Returns:
             (copy, memory, event). `copy` has the shape and dtype of `tensor`, and is complete when `event` occurs.
@@ -95,12 +95,13 @@ class HostInputs:
         nbytes = tensor.numel() * tensor.element_size()
         memory = self._memory(nbytes)
         copy = memory[:nbytes].view(tensor.dtype).view(tensor.shape)
-        return copy, memory, self._queue([(copy, tensor)])
+        return copy, memory, self.queue([(copy, tensor)])
 
     def _memory(self, nbytes: int) -> torch.Tensor:
         """Return `nbytes` or more of host memory: the smallest free piece that is large enough, or new memory.
 
-        New memory replaces the largest free piece, which is released first, so that the number of pieces does not grow.
+        If there are free pieces but none is large enough, the largest of them is released before new memory is
+        allocated. So the number of pieces does not grow.
         """
         position = bisect.bisect_left(self._free, nbytes, key=_size)
         if position < len(self._free):
@@ -117,10 +118,14 @@ class HostInputs:
         """
         bisect.insort(self._free, memory, key=_size)
 
-    def _queue(self, copies: list[tuple[torch.Tensor, torch.Tensor]]) -> Event:
+    def queue(self, copies: list[tuple[torch.Tensor, torch.Tensor]]) -> Event:
+        """Queue copies to or from host memory. Return an event that occurs when all of them are complete.
+
+        copies: pairs (target, source).
+        """
         if self._stream is None:
             self._stream = work_stream(self._device)
-        self._stream.follow()  # copies wait until sources are computed and targets are no longer used
+        self._stream.follow()  # the copies wait until their sources are computed and their targets no longer used
 
         def copy() -> None:
             for target, source in copies:
@@ -148,7 +153,7 @@ class _Saved:
         self.version: int | None = tensor._version  # None if `tensor` was copied back from the host
 
     def check_unwritten(self) -> None:
-        """Raise RuntimeError if the tensor that the forward saved has been modified in place since."""
+        """Raise RuntimeError if the tensor that the forward saved has been modified in place since then."""
         if self.tensor is not None and self.version not in (None, self.tensor._version):
             raise RuntimeError(
                 "The input of a sharded block was modified in place after the block's forward, but backward needs it. "
@@ -173,7 +178,8 @@ class _Inputs:
         """Queue a copy of a block's input to host memory. Return a `_Saved`, which autograd saves instead of `tensor`.
 
         Tensors that need no gradient, such as masks and positions, are returned unchanged. They stay on the device,
-        where all blocks share them. Parameters, and empty or non-contiguous tensors, are returned unchanged too.
+        where all blocks share them. Leaf tensors that need a gradient, such as parameters, and empty or non-contiguous
+        tensors are returned unchanged too.
         """
         if not tensor.requires_grad or tensor.is_leaf or not tensor.is_contiguous() or not tensor.numel():
             return tensor
@@ -194,7 +200,7 @@ class _Inputs:
             saved.tensor = None
 
     def fetch(self) -> None:
-        """Queue copies of the block's inputs to the device, except of inputs that are on the device already."""
+        """Queue copies of the block's inputs to the device, except for inputs that are on the device already."""
         copies = []
         for saved in self._saved:
             if saved.tensor is None:
@@ -202,12 +208,13 @@ class _Inputs:
                 saved.version = None
                 copies.append((saved.tensor, saved.copy))
         if copies:
-            self._event = self._store.upload(copies)
+            self._event = self._store.queue(copies)
 
     def take(self, saved: _Saved) -> torch.Tensor:
         """Return the tensor of `saved` on the device. Autograd calls this when the block's backward reads the tensor.
 
-        Also queues the copies of the preceding block's inputs to the device, because backward needs them next.
+        Also queues the copies of the preceding block's inputs to the device, because backward needs them next. Raises
+        RuntimeError if user code has modified the tensor in place since the forward.
         """
         self.fetch()
         self._event.wait()
@@ -222,8 +229,8 @@ class _Inputs:
     def give_back(self, saved: _Saved) -> None:
         """Allow reuse of the host memory of `saved`, which is being deleted.
 
-        If `saved` has a tensor on the device, copies between this tensor and the host memory may still be queued. The
-        current stream therefore waits for them first.
+        If `saved` has a tensor on the device, copies between this tensor and the host memory may still be queued. So
+        the current stream waits for them before the tensor is freed.
         """
         if saved.tensor is not None:
             self._event.wait()

@@ -7,9 +7,9 @@ Gathers, reductions and all that happens between blocks run as before.
 A recorded graph reads parameters at fixed addresses. Torch places the results of all graphs of a step in one memory
 pool, at the same addresses in each step, so each step overwrites the results of the step before. Therefore:
 
-* The memory of blocks' full parameters stays allocated, at the same addresses. For new addresses, torch would record a
-  graph again, which costs more than graphs save. Since resharding would free no memory, blocks also stay unsharded
-  between forward and backward, and frozen parameters stay unsharded between steps.
+* The memory of blocks' full parameters stays allocated, at the same addresses. If the addresses changed, torch would
+  record the graphs again, which costs more than graphs save. Since resharding would free no memory, blocks also stay
+  unsharded between forward and backward, and frozen parameters stay unsharded between steps.
 * `RecordedBlocks` tells torch when a step begins and the pool may be overwritten. It raises an error if a result of the
   step before is still in use.
 * The outputs of the last block are copied out of the pool, because the model returns them to the user.
@@ -49,16 +49,17 @@ _log_once = functools.cache(logging.getLogger("hf_bmtrain").info)
 
 
 class RecordedBlocks(Observer):
-    """The blocks whose compiled forwards and backwards are replayed as CUDA graphs, of all models of one world.
+    """Keeps track of the blocks that are replayed as CUDA graphs, in all models of one world (set of ranks).
 
-    As an observer, it is called before each training forward of a model, and then tells torch that a step begins. Torch
-    may then overwrite the results of earlier graphs.
+    Both the forward and the backward of such a block are replayed. As an observer, this object is called before each
+    training forward of a model, and then tells torch that a step begins. From then on, torch may overwrite the results
+    of earlier graphs.
 
     Args:
         world: the ranks that train the models.
 
     Attributes:
-        blocks: the BlockState of each of these blocks (the object that runs the block's forward and backward).
+        blocks: for each of these blocks, its BlockState, which runs the block's forward and backward.
     """
 
     def __init__(self, world: World) -> None:
@@ -77,13 +78,18 @@ class RecordedBlocks(Observer):
         """Tell torch that a step begins, so that it may overwrite the results of earlier graphs.
 
         Called before each training forward of a model and, because blocks may also be called outside a model, before
-        each call of a block's graph. Only the first call in a forward of a model has an effect.
+        each call of a block's graph. Two kinds of calls are ignored: calls inside a backward, and repeated calls in the
+        same forward of a model (or outside models) without a backward in between.
 
-        Does nothing inside a backward. Also does nothing if results are in use that a backward may still need: if a
-        block waits for its backward, or no backward has ended since the last call.
+        If results of earlier graphs are still in use (referenced), torch must not overwrite them. There are two cases:
+
+        * A backward may still need the results: a block waits for its backward, or no backward has ended since the
+          last call that was not ignored. Then torch is not told that a step begins, and keeps the results.
+        * Otherwise the program has kept the results longer than training needs them, and RuntimeError is raised.
 
         Raises:
-            RuntimeError: results of earlier forwards are in use, although no block waits for its backward.
+            RuntimeError: results of earlier graphs are in use, no block waits for its backward, and a backward has
+                ended since the last call that was not ignored.
         """
         schedule = self._schedule
         running, backwards = schedule.running, schedule.backwards
@@ -120,23 +126,26 @@ class RecordedBlocks(Observer):
 
 
 def compile_forward(function: Callable, block: BlockState, options: dict[str, Any], world: World) -> Callable:
-    """Compile the forward of a block. If `options` request CUDA graphs, also prepare the block for them.
+    """Compile the forward of a block with torch.compile. If `options` request CUDA graphs, prepare the block for them.
 
-    The block's full parameters then keep their memory, and the block stays unsharded until its backward.
+    Options of torch.compile that request CUDA graphs are, for example, `mode="reduce-overhead"` and
+    `options={"triton.cudagraphs": True}`. The memory of the block's full parameters then stays allocated from step to
+    step, and the block stays unsharded from its forward to its backward.
 
     Args:
-        function: the forward of the block's layer, or a function that runs it together with its recomputation.
+        function: what to compile: the forward of the block's layer, or a function that calls this forward inside
+            torch's checkpoint, so that the compiled graph also contains the recomputation.
         block: the state of the block.
         options: the keyword arguments of torch.compile.
         world: the ranks that share the block's parameters.
 
     Returns:
-        The compiled function. With CUDA graphs, it runs them only if gradients are enabled and no saved-tensor hooks
-        are active.
+        The compiled function. If CUDA graphs are requested, it replays graphs only while gradients are enabled and no
+        saved-tensor hooks are active. Otherwise it runs the compiled code without graphs.
 
     Raises:
-        ValueError: CUDA graphs are requested, but do not work with this block.
-        RuntimeError: CUDA graphs are requested, but this is torch 2.6. They need torch 2.7 or newer.
+        ValueError: CUDA graphs are requested, but do not work with this block. The message says why.
+        RuntimeError: CUDA graphs are requested, but torch is older than 2.7.
     """
     compiled = torch.compile(function, **options)
     inductor = _inductor_options(**options)
@@ -152,7 +161,7 @@ def compile_forward(function: Callable, block: BlockState, options: dict[str, An
     _keep_unsharded(block)
     if world.rank == 0:
         _log_once(
-            "CUDA graphs: the blocks' full parameters keep their memory from step to step (as with zero_level=2)"
+            "CUDA graphs: the blocks' full parameters keep their memory from step to step, whatever zero_level is"
             if world.device.type != "cpu"
             else "There are no CUDA graphs on the CPU: blocks are compiled, and keep their full parameters' memory"
         )
@@ -182,7 +191,10 @@ def compile_forward(function: Callable, block: BlockState, options: dict[str, An
 
 
 def _inductor_options(backend: Any = "inductor", mode: str | None = None, options: Any = None, **_: Any) -> dict:
-    """Return the options of the backend "inductor" that these arguments of torch.compile select; {} for others."""
+    """Return the options of the backend "inductor" that these arguments of torch.compile select.
+
+    The result is {} if they select a different backend.
+    """
     if backend != "inductor":
         return {}
     if mode is None or mode == "default":
@@ -226,20 +238,25 @@ def _refuse(block: BlockState, requested: str) -> None:
 def _keep_unsharded(block: BlockState) -> None:
     for buffer in block.buffers:
         buffer.keep_address()
-        buffer.resident = True  # while all its parameters are frozen, it stays unsharded between steps
+        buffer.resident = True  # a buffer whose parameters are all frozen stays unsharded between steps
     # Do not reshard after the forward: the memory stays allocated anyway, and backward would need another all-gather.
     block.zero_level = 2
 
 
 class CudaGraphs(Extension):
-    """The part of `auto_wrap` that checks whether the argument `cuda_graphs=True` can be used with a model.
+    """The part of `auto_wrap` that refuses `cuda_graphs=True` for models with which CUDA graphs do not work.
 
-    If a later call of `auto_wrap` shards parameters that were added to blocks with CUDA graphs, it also makes these
-    parameters keep their memory.
+    It raises ValueError for such a model. If graphs work, `compile_forward` prepares the blocks for them.
+
+    It also handles parameters, such as adapters, that the user adds to blocks that already use CUDA graphs. When a
+    later call of `auto_wrap` shards these parameters, the memory of the blocks' full parameters is kept at fixed
+    addresses, because CUDA graphs read the parameters there.
 
     Args:
-        options: the arguments of the call of `auto_wrap`. If they request CUDA graphs, the constructor raises
-            RuntimeError in torch 2.6, because CUDA graphs need torch 2.7 or newer.
+        options: the arguments that were passed to `auto_wrap`. Only `cuda_graphs` is used.
+
+    Raises:
+        RuntimeError: `cuda_graphs` is True, but torch is older than 2.7.
     """
 
     def __init__(self, options: Options) -> None:

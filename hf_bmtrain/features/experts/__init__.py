@@ -1,4 +1,4 @@
-"""A faster forward and backward for mixtures of experts of transformers, in training.
+"""A faster forward and backward, in training, for mixtures of experts from the transformers library.
 
 In the implementation "grouped_mm" of transformers, each token has one row for each of its k experts. Indexing sorts the
 rows by expert, and another indexing restores the order of the outputs. The backward of torch's indexing sorts the rows
@@ -9,8 +9,9 @@ round each result once, where transformers also rounds products and gates to 16 
 transformers bit for bit, unless the block is compiled.
 
 The faster forward replaces `experts_implementation="grouped_mm"` in blocks (the transformer layers that `auto_wrap`
-shards). Transformers' own code still runs with other values of `experts_implementation`, in evaluation, with expert
-parallelism, and outside blocks.
+shards). Transformers' own code still runs with other values of `experts_implementation`, while gradients are disabled,
+with expert parallelism, and outside blocks. Experts with LoRA adapters (see `lora/experts`) are an exception: for
+these, the faster forward also runs with the values "eager" and "batched_mm", and while gradients are disabled.
 
 Files: `sorted` contains the experts' forward, also with LoRA adapters. `products` contains the grouped products,
 `arithmetic` the sums and gates.
@@ -28,16 +29,19 @@ from .sorted import sort_experts
 
 _log = logging.getLogger("hf_bmtrain")
 COMPILES = torch.__version__ >= "2.11"
-"""Whether torch.compile handles `SortedExperts`, the faster experts, without graph breaks. If not (torch 2.6), compiled
-blocks run transformers' own code for experts."""
+"""Whether torch.compile handles `SortedExperts`, the faster experts, without graph breaks. If not (before torch 2.11),
+compiled blocks run transformers' own code for experts."""
 
 
 class Experts(Extension):
     """Gives the mixtures of experts in a model's blocks (transformer layers) a faster forward and backward in training.
 
-    Extensions are objects whose methods `auto_wrap` calls while it wraps a model. This one is used for every model, and
-    needs no option. It changes no model without mixtures of experts, and no mixture of experts outside blocks. The
-    faster code runs only with `experts_implementation="grouped_mm"`.
+    `auto_wrap` uses this extension for every model; no argument switches it on or off. Mixtures of experts outside
+    blocks are not changed, and before torch 2.11, neither are those in compiled blocks.
+
+    In training, the faster code replaces transformers' implementation "grouped_mm" (a value of
+    `experts_implementation`, an argument of `from_pretrained`). With "eager" and "batched_mm", it runs only for experts
+    with LoRA adapters. With any other value, transformers' own code runs.
     """
 
     def connect(self, plan: WrapPlan) -> None:
@@ -45,6 +49,7 @@ class Experts(Extension):
         changed = sum(sort_experts(block.modules()) for block in blocks if COMPILES or not block._bmt.compiled)
         if changed and plan.world.rank == 0:
             _log.info(
-                "%d layers of experts run a faster equivalent of transformers' grouped_mm in training",
+                "%d mixtures of experts can use hf_bmtrain's faster forward in training. They use it if "
+                "experts_implementation is 'grouped_mm', or if their LoRA adapters are fused",
                 changed,
             )

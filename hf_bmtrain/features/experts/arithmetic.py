@@ -26,8 +26,8 @@ def serves(rows: Tensor, parts: int = 1) -> bool:
     """Return whether this module's CUDA kernels can be called for the tensor `rows`. Otherwise, use torch's operators.
 
     The kernels need a GPU and a dtype of 16 or 32 bits. They read vectors of 16 bytes, so the size of a row, or of each
-    part of it, must be a multiple of 16 bytes. Meta tensors count as tensors on a GPU, because they replace these in
-    predictions of memory.
+    part of it, must be a multiple of 16 bytes. Meta tensors count as tensors on a GPU, because predictions of memory
+    use them in place of GPU tensors.
 
     Args:
         rows: (n, width), the tensor.
@@ -40,30 +40,21 @@ def serves(rows: Tensor, parts: int = 1) -> bool:
 
 @functools.cache
 def variant(rows: torch.dtype, out: torch.dtype, weighted: bool) -> Variant:
-    """Return the CUDA source of this module's kernels (kernels/experts.cu) with the macros for these arguments.
+    """Return the CUDA source kernels/experts.cu, with macros that define the dtypes of its kernels' tensors.
 
-    The kernels are `sum_rows`, `sum_rows_backward` and, for the gate, `silu_gate` and `silu_gate_backward`.
+    The source contains four kernels: `sum_rows`, `sum_rows_backward`, `silu_gate` and `silu_gate_backward`. Each caller
+    launches one of them.
 
     Args:
-        rows: the dtype of the rows of tokens, which `sum_rows` adds up; for the kernels of the gate, the dtype of all
-            their tensors.
-        out: the dtype of the sums that `sum_rows` writes, and of their gradient, which `sum_rows_backward` reads. It is
-            `rows` or float32. The kernels of the gate do not use it.
-        weighted: whether `sum_rows` multiplies each row by a weight of the router, in float32. The other kernels do not
-            use it.
+        rows: for the `sum_rows` kernels, the dtype of the rows that are added up. For the `silu_gate` kernels, the
+            dtype of all tensors.
+        out: for the `sum_rows` kernels, the dtype of the sums and of the sums' gradient: `rows` or torch.float32. The
+            `silu_gate` kernels ignore it.
+        weighted: whether `sum_rows` gets a tensor of weights, which must be float32, and multiplies each row by its
+            weight. The other kernels ignore it.
     """
     names = (("ELEMENT", C_NAMES[rows]), ("OUT", C_NAMES[out]), ("WEIGHT", "float" if weighted else "none"))
     return Variant("experts", names)
-
-
-def variants(arch: int) -> list[Variant]:
-    """Return all variants of the CUDA kernels that this file can launch, so that tests can compile each of them.
-
-    arch: the GPU's compute capability (90 is 9.0), on which the variants of other modules may depend. Here it has no
-        effect.
-    """
-    plain = [variant(rows, rows, weighted) for rows in C_NAMES for weighted in (False, True)]
-    return plain + [variant(rows, torch.float32, True) for rows in C_NAMES if rows != torch.float32]
 
 
 def _operator(schema: str, fake: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
@@ -97,14 +88,15 @@ def _operator(schema: str, fake: Callable[..., Any]) -> Callable[[Callable[..., 
 def sum_rows(rows: Tensor, places: Tensor, weights: Tensor | None = None, dtype: torch.dtype | None = None) -> Tensor:
     """Return, for each token, the sum of its k rows, each multiplied by a weight.
 
-    In a mixture of experts, these rows are the outputs of the token's k experts. Without weights, they are the
-    gradients of the token's k copies.
+    The forward of a mixture of experts calls this with weights: the rows are the outputs of the token's k experts. The
+    backward of the step that copies each token to its k experts calls it without weights: the rows are the gradients of
+    the copies.
 
     Args:
         rows: (tokens * k, width), the rows of all tokens, in any order.
         places: (tokens, k) int64, the indices of each token's rows in `rows`. The rows are added in this order.
         weights: (tokens, k), the weights of these rows; None for ones.
-        dtype: the dtype of the result: that of `rows`, the default, or, with weights, torch.float32.
+        dtype: the dtype of the result; None for that of `rows`. With weights, it may also be torch.float32.
 
     Returns:
         (tokens, width).

@@ -17,8 +17,8 @@ ALIGNMENT = 16
 def grouped_product(x: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
     """Multiply each row by the matrix of its group. Differentiable.
 
-    In a mixture of experts, a group is the rows that are routed to one expert, and its matrix is a weight of this
-    expert.
+    In a mixture of experts, a group consists of the rows that are routed to one expert, and its matrix is a weight of
+    this expert.
 
     Args:
         x: (rows, K), the rows, sorted by group.
@@ -39,8 +39,9 @@ def grouped_product(x: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
 def has_kernel(stack: Tensor) -> bool:
     """Return whether torch's grouped_mm kernel can multiply by the matrices `stack`, (groups, rows, columns).
 
-    This depends on their dtype, device and sizes. If the kernel cannot, `grouped_product` multiplies by one matrix
-    after another, for which the host waits for the device. Experts without adapters then run transformers' forward.
+    This depends on the matrices' dtype, device and sizes. If the result is False, `grouped_product` multiplies by one
+    matrix after another, which makes the host wait for the device. Therefore, experts without adapters run
+    transformers' forward in this case.
     """
     return _fits(stack, *stack.shape[1:])
 
@@ -62,8 +63,8 @@ def _fits(like: Tensor, rows: int, columns: int) -> bool:
 def _product_of_groups(x: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
     """Compute `grouped_product`, which has the same arguments, for any dtype and device.
 
-    Where torch's grouped_mm kernel cannot be used, a loop multiplies one group after another. For this the host waits
-    for the device, to read `ends`.
+    Where torch's grouped_mm kernel cannot be used, a loop multiplies one group after another. The host then waits for
+    the device, because it reads `ends`.
 
     x: (rows, K), the rows, sorted by group.
     matrices: (groups, K, N), in the dtype of x.
@@ -83,7 +84,7 @@ def _product_of_groups(x: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
 def gradient_of_groups(x: Tensor, dy: Tensor, ends: Tensor) -> Tensor:
     """Return the gradient of `grouped_product` with respect to its argument `matrices`. Called in backward.
 
-    A group is a number of consecutive rows that are multiplied by the same matrix, such as the rows of one expert.
+    A group consists of consecutive rows that are multiplied by the same matrix, such as the rows of one expert.
 
     Args:
         x: (rows, K), the rows, sorted by group, as for `grouped_product`.
@@ -117,8 +118,8 @@ def _keep(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor], output: Tensor) -> No
 
 def _backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
     x, matrices, ends = ctx.saved_tensors
-    # `grouped_product` would call torch's kernel instead of the operator here, even in compiled code: up to torch 2.11,
-    # is_compiling() is False while torch.compile traces this function.
+    # Call the operator, and not `grouped_product`, which would call torch's kernel here even in compiled code: up to
+    # torch 2.11, is_compiling() is False while torch.compile traces this function.
     dx = _product_of_groups(dy, matrices.transpose(1, 2), ends) if ctx.needs_input_grad[0] else None
     if not ctx.needs_input_grad[1]:
         return dx, None, None

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...engine.base.torch_internals import functorch_transforms_active, has_global_hooks
-from ...engine.blocks.sharded_module import OnlyWhileSharded, extend_class
+from ...engine.base.torch_internals import functorch_transforms_active, has_global_hooks, has_hooks
+from ...engine.blocks.sharded_module import OnlyWhileSharded, extend_module
 from ...engine.tensors.backward import double_backward
 from .arithmetic import serves, silu_gate, silu_gate_backward, sum_rows, sum_rows_backward
 from .products import ALIGNMENT, gradient_of_groups, grouped_product, has_kernel
@@ -22,21 +22,20 @@ _MODULE = "transformers.integrations.moe"
 """The module that defines the forward of every class of experts that can run with grouped_mm."""
 _GATE = (_MODULE, "_default_apply_gate")
 _SILU = (("torch.nn.modules.activation", "SiLU"), ("transformers.activations", "SiLUActivation"))
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 Factors = list[tuple[Tensor, Tensor, float]]
 """(A, B, scaling) of each active LoRA adapter of one stack, a 3-D weight with one matrix per expert."""
 
 
 class SortedExperts(OnlyWhileSharded):
-    """Base class of modules of experts with a faster forward than that of transformers.
+    """Base class for mixture-of-experts modules, with a forward that is faster than that of transformers.
 
     `sort_experts` gives an existing module this forward: it replaces the module's class by a subclass of SortedExperts
     and of the module's own class.
 
-    The forward runs `run_experts` instead of transformers' code in two cases: if LoRA adapters of its weights are
-    passed as the keyword argument `lora_factors`, or if gradients are enabled and transformers would run its
-    implementation "grouped_mm" (`_replaces` has all conditions).
+    The forward runs `run_experts` instead of transformers' code in two cases: if LoRA adapters of the module's weights
+    are passed as the keyword argument `lora_factors`, or if gradients are enabled and transformers would run its
+    implementation "grouped_mm" (`_replaces` checks all conditions).
     """
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
@@ -49,9 +48,9 @@ class SortedExperts(OnlyWhileSharded):
 def can_sort(experts: Any) -> bool:
     """Return whether `run_experts` can replace the forward of `experts`, a module of any class.
 
-    It can if `experts` contains several experts, and its forward is that of transformers, which can run the
-    implementation "grouped_mm". It cannot if the module's class overrides this forward, or if the user has registered
-    another function as "grouped_mm" in transformers.
+    It can if the module contains several experts and its forward is the one defined in the transformers library, which
+    supports the "grouped_mm" implementation. It cannot if the module's class overrides this forward, or if the user has
+    registered a different function as "grouped_mm" in transformers.
     """
     if not hasattr(experts, "_apply_gate") or not all(hasattr(experts, setting) for setting in _SETTINGS):
         return False
@@ -72,14 +71,8 @@ def sort_experts(modules: Iterable[torch.nn.Module]) -> int:
     """
     found = [module for module in modules if can_sort(module) and not isinstance(module, SortedExperts)]
     for module in found:
-        module.__class__ = _extended_class(type(module))
+        extend_module(module, SortedExperts)
     return len(found)
-
-
-@functools.cache
-def _extended_class(cls: Any) -> Any:
-    """Return a subclass of SortedExperts and `cls`, to be assigned to `__class__` of a module of class `cls`."""
-    return extend_class(SortedExperts, cls, {})
 
 
 def _replaces(experts: Any) -> bool:
@@ -101,15 +94,18 @@ def _replaces(experts: Any) -> bool:
 def run_experts(
     experts: Any, factors: dict[str, Factors], hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
 ) -> Tensor:
-    """Run the forward of a mixture of experts of transformers, whose weights may have LoRA adapters.
+    """Run the forward of `experts`, a mixture-of-experts module from transformers, with or without LoRA adapters.
 
-    `SortedExperts.forward` calls this instead of transformers' forward: in training, and whenever it gets adapters. The
-    rows are sorted by expert, so that each weight needs one grouped product. Adapters are not merged into the weights.
+    `SortedExperts.forward` calls this instead of transformers' forward, in the cases that the class documents.
+
+    Each token is copied into k rows, one for each of its experts. The rows are sorted by expert, so that one grouped
+    matrix product multiplies all rows by a weight (a stack with one matrix per expert). Adapters have grouped products
+    of their own; they are not merged into the weights.
 
     Args:
         experts: the module. Its weights must be unsharded.
-        factors: {name of a weight: (A, B, scaling) of each of its LoRA adapters}. Weights without adapters are left
-            out.
+        factors: for each weight with LoRA adapters, such as "down_proj", the list of its adapters: {name of the weight:
+            [(A, B, scaling), ...]}. Pass {} if there are no adapters.
         hidden_states: (tokens, width).
         top_k_index: (tokens, k), the indices of each token's experts.
         top_k_weights: (tokens, k), the router's weights for the outputs of these experts.
@@ -160,7 +156,7 @@ def _product(experts: Any, factors: dict[str, Factors], numbers: Tensor, ends: T
 
 
 def _has_silu_gate(experts: Any) -> bool:
-    """Return whether `experts` has the gate of transformers, silu(gate) * up, without hooks that have to be called."""
+    """Return whether `experts` uses transformers' standard gate, silu(gate) * up, and no hooks apply to its SiLU."""
     gate = type(experts)._apply_gate
     if (gate.__module__, gate.__name__) != _GATE or "_apply_gate" in vars(experts):
         return False
@@ -168,9 +164,7 @@ def _has_silu_gate(experts: Any) -> bool:
     cls = type(act)
     if (cls.__module__, cls.__name__) not in _SILU or cls.forward.__module__ != cls.__module__:
         return False
-    if "forward" in vars(act) or has_global_hooks():
-        return False
-    return not any(getattr(act, hooks) for hooks in _HOOKS)
+    return not ("forward" in vars(act) or has_global_hooks() or has_hooks(act))
 
 
 def _combined(factors: Factors, matrices: Tensor) -> tuple[Tensor, Tensor]:
@@ -224,8 +218,8 @@ class Combine(torch.autograd.Function):
     y: (tokens * k, width), the outputs of the experts, sorted by expert.
     weights: (tokens, k), the router's weights of each token's experts.
     order: (tokens * k,), the permutation that sorts the pairs (token, expert) by expert.
-    places: the inverse of `order`, with which the rows of a token are found. The backward needs no sort, unlike that of
-        torch's indexing, because each row of y is used exactly once.
+    places: the inverse of `order`, with which the rows of a token are found. The backward of torch's indexing would
+        sort the rows; this backward need not, because each row of y is used exactly once.
     """
 
     @staticmethod
@@ -271,13 +265,13 @@ def _sum_of_each_token(rows: Tensor, places: Tensor, weights: Tensor | None = No
 
     rows: (tokens * k, width).
     places: (tokens, k), the indices of each token's rows.
-    weights: (tokens, k), which the rows are multiplied by first; None for ones.
+    weights: (tokens, k), by which the rows are multiplied before they are added; None for ones.
     """
-    # The sum is computed by a kernel of its own, `sum_rows`, in two cases:
+    # If `serves` is True, this package's kernel `sum_rows` computes the sum in two cases:
     # - in a backward (of `Spread`, the only caller without weights), compiled or not. In compiled code, Inductor would
     #   fuse the sum with the reduction of a norm that follows it, and the fused kernel would read all rows twice.
-    # - in a forward that is not compiled, unless the weights are float64, for which there is no kernel. As torch's
-    #   product and sum would do, it returns the dtype to which those of rows and weights are promoted, or float32 under
+    # - in a forward that is not compiled, unless the weights are float64, for which there is no kernel. The result has
+    #   the dtype that torch's product and sum would give it: the promoted dtype of rows and weights, or float32 under
     #   autocast.
     # In a compiled forward, the sum is left to Inductor, which fuses it with what follows.
     if weights is None:
@@ -290,7 +284,7 @@ def _sum_of_each_token(rows: Tensor, places: Tensor, weights: Tensor | None = No
         found = rows.index_select(0, places.view(-1)).view(*places.shape, rows.shape[1])
         return (found if weights is None else found * weights[..., None]).sum(1)
     # In compiled code, add the rows one after another instead of calling `sum(1)`. Inductor fuses these additions into
-    # one kernel, whose threads read neighboring elements of a row. It would compile `sum(1)` to a reduction whose
+    # one kernel, whose threads read neighboring elements of a row. Inductor would compile `sum(1)` to a reduction whose
     # threads read different rows, which is several times slower.
     dtype = rows.dtype if weights is None else torch.promote_types(rows.dtype, weights.dtype)
     wide = torch.promote_types(dtype, torch.float32)  # 16-bit elements are added in float32, as torch's sum does

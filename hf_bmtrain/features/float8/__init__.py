@@ -1,10 +1,10 @@
-"""Linear layers that compute in float8: their three matrix products, and the all-gathers of their weights, use float8.
+"""Linear layers that compute in float8: their three matrix products and, if possible, the all-gathers of their weights.
 
-Only layers in blocks (transformer layers) can use float8. It is faster for layers that process thousands of tokens on
+Only layers in blocks (transformer layers) can use float8. Float8 speeds up layers that process thousands of tokens on
 GPUs with float8 matrix products (Ada, Hopper, Blackwell). On a CPU it is emulated, which is slow. Embeddings, the head,
-norms, attention, routers and adapters compute in their own dtype. The first training step measures the rounding noise
-of each layer, and layers with too much noise stop using float8. `auto_wrap(float8=True)` raises an error for a model in
-which no layer can use float8, and for a model that was wrapped without float8 before.
+norms, attention, routers and adapters compute in their own dtype. The rounding noise of each layer is measured when
+training begins, and layers with too much noise stop using float8. `auto_wrap(float8=True)` raises an error for a model
+in which no layer can use float8, and for a model that was wrapped without float8 before.
 
 Files: `arithmetic` rounds and multiplies; `linear` is the layer; `choose` selects the layers; `calibrate` measures
 their noise; `storage` stores and sends weights in float8; `gather` selects those weights.
@@ -16,20 +16,22 @@ import torch
 
 from ...engine.sharding.storage import PLAIN, StorageKind
 from ...engine.wrap.extension import Extension, WrapPlan
+from ...engine.wrap.find import adapter_parameters
 from ..options import Options
-from .calibrate import install_signal_guard
+from .calibrate import float8_states, install_signal_guard
 from .choose import apply_float8, check_late_float8, choose_float8
-from .gather import choose_gathered, link_layers
+from .gather import check_adapted_float8, choose_gathered, gather_in_own_dtype, link_layers
 from .storage import Float8Kind
 
 
 class Float8(Extension):
-    """The part of `auto_wrap` that makes linear layers compute in float8, as its arguments `float8` and `keep` select.
+    """The part of `auto_wrap` that makes linear layers in blocks compute in float8.
 
-    `keep` names layers that do not use float8.
+    It does so if `auto_wrap` gets `float8=True` (or the synonym "rows"). The argument `keep` of `auto_wrap` names
+    modules whose layers continue to compute in their own dtype.
 
     Args:
-        options: the arguments of the call of `auto_wrap`.
+        options: the arguments that were passed to `auto_wrap`. Only `float8` and `keep` are used.
     """
 
     def __init__(self, options: Options) -> None:
@@ -40,6 +42,7 @@ class Float8(Extension):
     def admit(self, model: torch.nn.Module, late: bool) -> None:
         if late:
             check_late_float8(model, self._options.float8)
+            check_adapted_float8(model)
 
     def choose(self, plan: WrapPlan) -> None:
         options = self._options
@@ -54,6 +57,9 @@ class Float8(Extension):
         return Float8Kind() if id(parameter) in self._gathered and not brings_its_own else None
 
     def connect(self, plan: WrapPlan) -> None:
-        if not plan.late:
+        if plan.late:
+            if adapter_parameters(plan.model):
+                gather_in_own_dtype(float8_states(plan.model).values())
+        else:
             link_layers(self._linears.values())
             install_signal_guard(plan.model, self._linears, plan.layers, plan.world, plan.compiled)

@@ -1,18 +1,19 @@
 """Quantize matrices to float8 (e4m3 values with float32 scales, one per row or one per weight), and multiply them.
 
-A quantized element represents value * scale. The scale is absmax / 448, where absmax is the largest magnitude among the
+A quantized element represents value * scale. The scale is absmax / 448. Here absmax is the largest magnitude among the
 elements that share the scale, but at least 1e-30. The value is the element times 448 / absmax, computed in float32 and
-rounded to float8_e4m3fn. If absmax is inf or NaN, all elements that share it become NaN, so that overflows are detected
-as in other dtypes.
+rounded to float8_e4m3fn. If absmax is inf or NaN, all elements that share the scale become NaN, so overflows are
+detected as in other dtypes.
 
 A product multiplies the values, sums in float32, and multiplies the sums by both scales. Both factors of `product` have
-the summed dimension last. On a GPU all terms of a sum must share one scale. So if one product sums over the columns of
-a matrix and another over its rows, the matrix is quantized twice: with a scale per row and with a scale per column
-(`quantize_both`). A weight has a single scale, so quantizing it once serves both products. If a weight is sharded, each
-rank rounds its own part once the ranks know the absmax of the full weight (`measure_pieces`, `round_pieces`).
+the summed dimension last. All terms of a sum must share one scale. So if one product sums over the columns of a matrix
+and another over its rows, the matrix is quantized twice: with a scale per row and with a scale per column
+(`quantize_both`). A weight has a single scale, so quantizing it once serves both products. Before a weight is
+all-gathered in float8, the ranks compute the absmax of the full weight, and then each rank rounds its own part
+(`measure_pieces`, `round_pieces`).
 
-On a GPU the kernels in kernels/float8.cu quantize. Their results equal those of torch's operations bit for bit, except
-for the sign of NaN.
+On a GPU the kernels in kernels/float8.cu quantize, except in some compiled code (see `_by_kernels`). Their results
+equal those of torch's operations bit for bit, except for the sign of NaN.
 
 References: Micikevicius et al., "FP8 Formats for Deep Learning" (2022), for e4m3.
 """
@@ -34,19 +35,19 @@ from ...engine.base.torch_internals import autocast_type, scaled_mm
 MOST = 448.0
 """The largest value of float8_e4m3fn."""
 ALIGNMENT = 16
-"""On a GPU, the rows of factors and results must have a multiple of this many elements, because kernels read 16 bytes
-at a time."""
+"""On a GPU, the row length of the factors and of the result of a product must be a multiple of this number of elements,
+because kernels read 16 bytes at a time."""
 _LEAST = 1e-30  # lower bound of the absmax from which a scale is computed, so that no scale is 0
 _THREADS = 256  # maximum number of threads of a CUDA thread block
-_TILE = 64  # number of rows that one CUDA thread block processes (a tile)
+_TILE = 64  # rows of a tile, the part of a matrix that one CUDA thread block processes
 _PARTS = 4  # number of 16-byte groups that a thread holds in registers
 _CAPABILITY = (8, 9)  # minimum compute capability of a GPU that can multiply float8 matrices
 
 
 def check_device(device: torch.device) -> None:
-    """Raise ValueError if `device` is a GPU on which torch cannot multiply float8 matrices. A CPU is accepted.
+    """Raise ValueError if `device` is a GPU on which torch cannot multiply float8 matrices. Other devices are accepted.
 
-    Called when a model is wrapped with float8 layers, so that the error does not come only in the first forward.
+    Called when a model is wrapped with float8 layers. Otherwise the error would be raised later, in the first forward.
     """
     if device.type == "cuda" and (found := torch.cuda.get_device_capability(device)) < _CAPABILITY:
         name = torch.cuda.get_device_name(device)
@@ -56,7 +57,9 @@ def check_device(device: torch.device) -> None:
         )
     if device.type == "cuda":
         ones = torch.ones(ALIGNMENT, 1, dtype=torch.float32, device=device)
-        factor = Float8(torch.zeros(ALIGNMENT, ALIGNMENT, device=device).to(torch.float8_e4m3fn), ones)
+        factor = Float8(
+            torch.zeros(ALIGNMENT, ALIGNMENT, dtype=torch.float32, device=device).to(torch.float8_e4m3fn), ones
+        )
         try:
             product(factor, factor, torch.bfloat16, fast=True)
         except RuntimeError as error:
@@ -79,7 +82,7 @@ class Float8(NamedTuple):
 
 def quantize_rows(x: Tensor) -> Float8:
     """Quantize the matrix x to float8, with one scale per row. x: (M, K) float32, float16 or bfloat16."""
-    expect("x", x, tuple(C_NAMES), (len(x), x.shape[-1]), x.device)
+    expect("x", x, C_NAMES, (len(x), x.shape[-1]), x.device)
     if not _by_kernels(x):
         return _rounded(x, x.abs().amax(1, keepdim=True) if x.numel() else x.new_zeros(len(x), 1))
     width, out = x.shape[1], _empty(x, *x.shape)
@@ -91,20 +94,23 @@ def quantize_rows(x: Tensor) -> Float8:
 def quantize_both(x: Tensor) -> tuple[Float8, Float8]:
     """Quantize the matrix x to float8 twice, with one scale per row and with one scale per column.
 
-    A linear layer multiplies its input, and the gradient of its output, twice each: one product sums over the columns
-    and another over the rows. All elements over which a product sums must have the same scale.
+    A linear layer with a weight W uses two matrices in this form: its input x, and the gradient dy of its output. In a
+    product, the elements of one sum must have the same scale. The forward, x Wᵀ, and the gradient of the input, dy W,
+    sum over the elements of each row of x and dy, so they need one scale per row. The gradient of the weight, dyᵀ x,
+    sums over the elements of each column of x and dy, so it needs one scale per column.
 
     Args:
-        x: (M, K) float32, float16 or bfloat16.
+        x: (M, K) float32, float16 or bfloat16, the input or the gradient of the output.
 
     Returns:
-        First, x (M, K) with one scale per row. Second, the transpose of x, (K, M'), whose rows are the columns of x, so
-        that it has one scale per row too. M' is M rounded up to a multiple of ALIGNMENT; the added columns are zero.
+        Two Float8 objects. The first is x, (M, K), with one scale per row. The second is the transpose of x, (K, M'),
+        also with one scale per row, that is, per column of x. M' is M rounded up to a multiple of ALIGNMENT (16); the
+        added columns of the transpose are zero.
     """
     if torch.compiler.is_compiling():
         values, scales, transposed, transposed_scales = torch.ops.hf_bmtrain.quantize_both(x)
         return Float8(values, scales), Float8(transposed, transposed_scales)
-    expect("x", x, tuple(C_NAMES), (len(x), x.shape[-1]), x.device)
+    expect("x", x, C_NAMES, (len(x), x.shape[-1]), x.device)
     if not _by_kernels(x):
         return quantize_rows(x), quantize_rows(torch.nn.functional.pad(x.t(), (0, -len(x) % ALIGNMENT)).contiguous())
     rows, width = x.shape
@@ -121,10 +127,10 @@ def quantize_both(x: Tensor) -> tuple[Float8, Float8]:
 def quantize_full(weight: Tensor) -> Float8:
     """Quantize `weight` (N, K) to float8 with one scale for all elements.
 
-    A layer calls this for a weight that was not all-gathered in float8. The result's `scales`, (N, 1), contains the
+    A layer calls this for a weight that was not all-gathered in float8. The result's `scales`, (N, 1), contain the
     scale N times, because `product` takes one scale per row.
     """
-    expect("weight", weight, tuple(C_NAMES), (len(weight), weight.shape[-1]), weight.device)
+    expect("weight", weight, C_NAMES, (len(weight), weight.shape[-1]), weight.device)
     if not _by_kernels(weight):
         return _rounded(weight, weight.abs().amax().expand(len(weight), 1))
     return _launch_full("round_whole", weight, _empty(weight, *weight.shape))
@@ -133,11 +139,11 @@ def quantize_full(weight: Tensor) -> Float8:
 def quantize_transposed(weight: Tensor) -> Float8:
     """Quantize `weight` (N, K) to float8 with one scale for all elements, and return its transpose, (K, N).
 
-    The result's `scales` (K, 1) repeats the scale K times. A layer needs a weight and its transpose, one in forward and
-    the other in backward, because both factors of `product` must have the summed dimension last. On a GPU, one kernel
-    quantizes and transposes, without an intermediate matrix.
+    The result's `scales`, (K, 1), contain the scale K times. A layer needs a weight and its transpose, one in forward
+    and the other in backward, because both factors of `product` must have the summed dimension last. The CUDA kernel
+    that quantizes also transposes, without an intermediate matrix.
     """
-    expect("weight", weight, tuple(C_NAMES), (len(weight), weight.shape[-1]), weight.device)
+    expect("weight", weight, C_NAMES, (len(weight), weight.shape[-1]), weight.device)
     if not _by_kernels(weight):
         values, scales = quantize_full(weight)
         return Float8(values.t().contiguous(), scales[:1].expand(weight.shape[1], 1).contiguous())
@@ -173,15 +179,15 @@ class Pieces:
 def measure_pieces(x: Tensor, pieces: Pieces, bits: Tensor) -> None:
     """Write the absmax (largest magnitude) of each of the k ranges of x to `bits`, as the bit pattern of a float32.
 
-    As integers, these bit patterns have the same order as the magnitudes, with NaN as the largest. So an all-reduce of
-    the integers can compute the maximum over ranks.
+    Read as integers, these bit patterns have the same order as the magnitudes, with NaN as the largest. So an
+    all-reduce of the integers can compute the maximum over ranks.
 
     Args:
-        x: (n,), a shard.
+        x: (n,) float32, float16 or bfloat16, a shard.
         pieces: the k ranges of x, one per weight.
         bits: (k,) int32, the output. It must be zero before the call, and stays 0 for an empty range.
     """
-    expect("x", x, tuple(C_NAMES), (len(x),), x.device)
+    expect("x", x, C_NAMES, (len(x),), x.device)
     expect("bits", bits, (torch.int32,), (len(pieces),), x.device)
     if _by_kernels(x):
         _launch_pieces("absmax_pieces", x, pieces, bits, aligned=pieces.aligned)
@@ -199,12 +205,12 @@ def round_pieces(x: Tensor, pieces: Pieces, bits: Tensor, out: Tensor) -> None:
     `quantize_full` would compute from the full weights.
 
     Args:
-        x: (n,), a shard.
+        x: (n,) float32, float16 or bfloat16, a shard.
         pieces: the k ranges of x, one per weight.
         bits: (k,) int32, the maximum over all ranks of the `bits` that `measure_pieces` wrote.
         out: (n,) uint8, to which the float8 values are written as bytes. Elements outside the ranges are not changed.
     """
-    expect("x", x, tuple(C_NAMES), (len(x),), x.device)
+    expect("x", x, C_NAMES, (len(x),), x.device)
     expect("bits", bits, (torch.int32,), (len(pieces),), x.device)
     expect("out", out, (torch.uint8,), (len(x),), x.device)
     if _by_kernels(x):
@@ -219,14 +225,13 @@ def round_pieces(x: Tensor, pieces: Pieces, bits: Tensor, out: Tensor) -> None:
 def scales_of(bits: Tensor) -> Tensor:
     """Return the float8 scales of n weight matrices, (n,) float32, from the largest magnitude in each matrix.
 
-    The scale is max(absmax, 1e-30) / 448. To quantize, elements are divided by the scale, so that the largest becomes
-    448, the largest number of float8_e4m3fn. To dequantize, float8 values are multiplied by it. The scale of a matrix
-    of zeros is 1e-30 / 448, so that nothing is divided by 0.
+    The scale is max(absmax, 1e-30) / 448. A float8 value times the scale is the element that it represents, so the
+    largest value of float8_e4m3fn, 448, represents absmax. The lower bound 1e-30 prevents a scale of 0.
 
     bits: (n,) int32, the largest magnitude (absmax) of each matrix as the bit pattern of a float32.
     """
     absmax = bits.view(torch.float32).clamp(min=_LEAST)
-    # The divisor is a tensor, because `absmax / MOST` on a GPU is a multiplication by 1 / MOST, which is rounded.
+    # The divisor is a tensor, because a GPU computes `absmax / MOST` as a multiplication by the rounded 1 / MOST.
     return absmax / torch.full_like(absmax, MOST)
 
 
@@ -234,7 +239,8 @@ def transpose(values: Tensor) -> Tensor:
     """Return the transpose of `values` (R, C) float8_e4m3fn as a new contiguous tensor (C, R).
 
     A layer calls it for a weight that was all-gathered in float8, because both factors of `product` must have the
-    summed dimension last. On a GPU, this uses a CUDA kernel of this package.
+    summed dimension last. A CUDA kernel of this package transposes on a GPU if `values` start at a multiple of 16
+    bytes, and R and C are multiples of ALIGNMENT.
     """
     if torch.compiler.is_compiling():
         return torch.ops.hf_bmtrain.transpose_codes(values)
@@ -281,10 +287,11 @@ def _by_kernels(x: Tensor) -> bool:
     True on GPUs, and on the meta device, which is used to predict the memory of a GPU. False for an empty x, and while
     torch.compile traces the caller, because Inductor then generates kernels from torch's operations.
     """
-    # `quantize_both` uses the CUDA kernels even in compiled code. There it is a custom operator, which torch.compile
-    # does not trace into. So it calls this function only when the compiled code runs, and `is_compiling` is then False.
-    # The reason: these kernels take 0.6 ms, whereas Inductor would fuse the column-wise absmax into the kernel that
-    # computes x, which then takes 1.3 ms (H200, backward of a SwiGLU of 8192 x 14336).
+    # `quantize_both` uses the CUDA kernels even in compiled code. There, `quantize_both` is a custom operator, which
+    # torch.compile does not trace into. So the operator calls this function only when the compiled code runs, and
+    # `is_compiling` is then False. The reason for the operator is speed: the CUDA kernels take 0.6 ms, whereas Inductor
+    # would fuse the column-wise absmax into the kernel that computes x, which would then take 1.3 ms (H200, backward of
+    # a SwiGLU of 8192 x 14336).
     return not torch.compiler.is_compiling() and (x.is_cuda or x.is_meta) and x.numel() > 0
 
 
@@ -339,7 +346,7 @@ def _launch_pieces(name: str, x: Tensor, pieces: Pieces, *values: Tensor, aligne
     """Launch the CUDA kernel `name` for the ranges `pieces` of the shard x. Do nothing if all ranges are empty.
 
     values: the kernel's arguments after x and the ranges.
-    aligned: whether all ranges start and stop at multiples of ALIGNMENT.
+    aligned: whether all ranges start and stop at multiples of ALIGNMENT elements.
     """
     if pieces.blocks:
         _launch(name, pieces.blocks, x, pieces.table, len(pieces), *values, aligned=aligned)
@@ -349,7 +356,7 @@ def _launch(name: str, grid: int, x: Tensor, *values: Any, aligned: bool, thread
     """Launch the CUDA kernel `name` for x, with `grid` thread blocks of `threads` threads. Do nothing on meta tensors.
 
     values: the kernel's arguments after x.
-    aligned: whether all rows, or all ranges of a shard, start and stop at multiples of ALIGNMENT.
+    aligned: whether all rows, or all ranges of a shard, start and stop at multiples of ALIGNMENT elements.
     """
     if x.is_meta:
         return
@@ -367,17 +374,6 @@ def variant(dtype: torch.dtype, aligned: bool) -> Variant:
         elements.
     """
     return Variant("float8", (("ALIGNED", str(int(aligned))), ("ELEMENT", C_NAMES[dtype])))
-
-
-def variants(arch: int) -> list[Variant]:
-    """Return all variants of the CUDA kernels that this file can launch, so that tests can compile each of them.
-
-    A variant is one choice of the macros with which the kernels are compiled. Here there is a variant for each pair of
-    a dtype and an alignment (whether all rows begin at multiples of 16 bytes).
-
-    arch: the GPU architecture, such as 90. Not used, because the variants are the same for each architecture.
-    """
-    return [variant(dtype, aligned) for dtype in C_NAMES for aligned in (False, True)]
 
 
 def _flat(factors: tuple[Float8, Float8]) -> tuple[Tensor, ...]:

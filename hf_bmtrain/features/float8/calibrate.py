@@ -1,8 +1,8 @@
-"""Calibration of float8: measure each layer's rounding noise once, and stop using float8 in layers with too much noise.
+"""Calibration of float8: measure each layer's rounding noise, and stop using float8 in layers with too much noise.
 
-The noise is measured in the first training step. In a model with compiled blocks, it is measured in a separate,
-uncompiled forward before that step. So the compiled graphs do not contain the measurement, and are not recompiled when
-a layer stops using float8.
+The noise is measured when training begins, in training forwards. In a model with compiled blocks, it is measured in a
+separate, uncompiled forward before the first training forward. So the compiled graphs do not contain the measurement,
+and are not recompiled when a layer stops using float8.
 """
 
 from __future__ import annotations
@@ -20,8 +20,9 @@ from ...engine.blocks.block import uncompiled
 from ...engine.blocks.observer import Observer, ObserverHandle
 from ...engine.runtime.world import World
 from ...engine.wrap.find import adapter_parameters
+from ...engine.wrap.model_hook import after_later_hooks
 from ..replay.replay import Snapshot
-from .gather import gather_float8
+from .gather import WITH_ADAPTERS, gather_float8
 from .linear import Float8Linear, Float8State
 
 _log = logging.getLogger("hf_bmtrain")
@@ -35,15 +36,22 @@ def install_signal_guard(
 ) -> None:
     """Install the observer that switches off float8 in layers whose outputs have too low a signal-to-noise ratio.
 
-    The noise is the rounding error of float8. The observer measures it once, when training begins. Then the ranks
-    decide which layers keep float8, and the observer removes itself. From then on, a flat buffer of weights is
-    all-gathered in float8 if all its layers keep float8, and each of them was called on some rank. In a model with
-    adapters, no buffer is all-gathered in float8. On the meta device nothing is measured, all layers keep float8, and
-    the buffers are all-gathered in float8 immediately.
+    The noise is the rounding error of float8. The observer works in three steps:
+
+    1. It measures the noise of each layer when training begins.
+    2. The ranks decide together which layers keep float8.
+    3. It switches all-gathers of weights to float8, and removes itself.
+
+    Step 3 affects the weights that `choose_gathered` has selected. They are stored in flat buffers, each of which is
+    all-gathered as a whole. A buffer is still all-gathered in its own dtype if one of its layers has stopped using
+    float8, or was called on no rank. In a model with adapters, this holds for all buffers.
+
+    On the meta device no observer is installed and nothing is measured: all layers keep float8, and the selected
+    weights are all-gathered in float8 immediately.
 
     Args:
         model: the model.
-        layers: its Float8Linear layers, by path.
+        layers: its Float8Linear layers, by path. If there are none, nothing is installed.
         blocks: its blocks (transformer layers).
         world: the ranks over which the model is sharded.
         compiled: whether `blocks` are compiled.
@@ -63,12 +71,13 @@ def install_signal_guard(
 class Calibration(Observer):
     """Decides which float8 layers of a model have too much rounding noise, and then removes itself.
 
-    The decision is made before a forward. A layer whose signal-to-noise ratio over all ranks is below LEAST_DECIBELS
-    stops computing in float8, on every rank. Subclasses determine when layers measure and when the ranks decide.
+    The decision is made before a forward, or when a checkpoint is saved. A layer whose signal-to-noise ratio over all
+    ranks is below LEAST_DECIBELS stops computing in float8, on every rank. Subclasses determine when the noise of the
+    layers is measured and when the ranks decide.
 
     Args:
         world: the ranks over which the model is sharded.
-        model: the model. Layers are measured, and the decision is made, only in its forwards.
+        model: the model. Layers are measured only in its own forwards, not in those of a model that contains it.
         states: the state of each float8 layer, by the layer's path in the model.
         blocks: the model's blocks (transformer layers).
 
@@ -87,25 +96,28 @@ class Calibration(Observer):
 
     @property
     def has_measured(self) -> bool:
-        """Whether this rank has finished measuring the rounding noise of float8 in the outputs of the layers.
+        """Whether this rank has measured the rounding noise of the layers, and can now take part in `decide`.
 
-        From these measurements, `decide` determines which layers keep float8. If all ranks have measured but not yet
-        decided when a checkpoint is saved, they decide first, so that the decision is saved too. Always False in a
-        subclass that decides right after measuring.
+        Read only while the ranks have not decided which layers keep float8. If it is True on all ranks when a
+        checkpoint is saved, they first call `decide`, so that the checkpoint contains the decision.
+
+        A subclass that calls `decide` right after measuring always returns False. If the ranks could not decide then,
+        the subclass does not use these measurements later, but measures again.
         """
         raise NotImplementedError
 
     def decide(self) -> None:
         """Combine the measurements of all ranks, and switch off float8 for layers with too much rounding noise.
 
-        Collective: every rank must call it. From then on, a flat buffer (weights that are all-gathered together) is
-        all-gathered in float8 if all its layers keep float8, and each of them has been called on some rank. In a model
-        with adapters, no buffer is all-gathered in float8.
+        Collective: every rank must call it. At the end it calls `finish`, which switches all-gathers of weights to
+        float8. The attribute `reason` of a layer's state is set if the layer has too much noise, or if no rank has
+        called it; `finish` sets it for models with adapters. The flat buffer (weights that are all-gathered together)
+        with the layer's weight is then still all-gathered in its own dtype.
 
-        Does nothing if the backward of a block is still to come on some rank, because a layer that stopped using float8
-        now would be recomputed in another dtype than in the forward.
+        If a block on some rank is still waiting for its backward, this method changes nothing and does not call
+        `finish`: a layer that stopped using float8 now would be recomputed in a different dtype than in the forward.
         """
-        nothing = torch.zeros(2, device=self._world.device)
+        nothing = torch.zeros(2, dtype=torch.float32, device=self._world.device)
         mine = torch.stack([nothing if state.powers is None else state.powers for state in self.states.values()])
         pending = any(block._bmt.pending for block in self._blocks)
         called = [state.powers is not None for state in self.states.values()]
@@ -113,8 +125,6 @@ class Calibration(Observer):
         if any(pending for pending, *_ in found):
             return
         ratios: dict[str, float] = {}
-        model = self._model()
-        adapters = model is not None and bool(adapter_parameters(model))
         for number, (path, state) in enumerate(self.states.items()):
             signal, noise = (sum(powers[number][part] for *_, powers in found) for part in (0, 1))
             ratios[path] = decibels(signal, noise)
@@ -123,33 +133,37 @@ class Calibration(Observer):
                 state.reason = "has too much rounding noise"
             elif not any(called[number] for _, called, _ in found):
                 state.reason = "was not called"
-            elif adapters:
-                state.reason = "belongs to a model with adapters"
         if self._world.rank == 0:
             _tell(ratios)
         self.finish()
 
     def finish(self) -> None:
-        """End the calibration: remove this observer, and all-gather weights in float8 from now on.
+        """End the calibration: remove this observer, and switch all-gathers of weights to float8 where possible.
 
         Called after the decision about each layer was made by `decide`, or read from a checkpoint by
         `restore_decision`. Collective: every rank must call it.
 
-        If the state of a layer has a `reason` (such as too much rounding noise), its weight, and all others in the same
-        flat buffer, are still all-gathered in their own dtype.
+        If the model has adapters by now, `reason` is set for layers that have no `reason` yet.
+
+        If the state of a layer has a `reason` (such as too much rounding noise), the layer's weight and all other
+        weights in the same flat buffer (weights that are all-gathered together) stay in their own dtype.
         """
         self.handle.remove()
+        model = self._model()
+        adapters = model is not None and bool(adapter_parameters(model))
         for state in self.states.values():
+            if adapters and state.reason is None:
+                state.reason = WITH_ADAPTERS
             state.measures, state.powers, state.guard = False, None, None
         gather_float8(self._world, self.states)
 
 
 class CalibrationInStep(Calibration):
-    """Measures the float8 noise of layers in the first training forward. Used if blocks are not compiled.
+    """Measures the float8 noise of each layer at its first call in a training forward. Used if blocks are not compiled.
 
-    The ranks decide together which layers continue to use float8, at the start of the first training forward after a
-    backward has ended. If a block on any rank then still has a forward whose backward has not run, they decide at the
-    start of the next training forward for which this is not so.
+    At the start of the first training forward that follows a backward, the ranks decide together which layers continue
+    to use float8. If at that moment a block on any rank is still waiting for its backward, the ranks try again at the
+    start of the next training forward.
 
     The arguments of the constructor are those of the base class: the ranks (`world`), the model, the states of its
     float8 layers by path, and its blocks.
@@ -180,7 +194,8 @@ class CalibrationAhead(Calibration):
 
     Used if blocks are compiled, so that the compiled graphs do not contain the measurement.
 
-    The separate forward gets copies of the training forward's arguments. It is not compiled and runs without gradients.
+    The separate forward gets copies of the training forward's arguments, as later forward pre-hooks of the model change
+    them: such hooks run twice. It is not compiled and runs without gradients.
     Right after it, the ranks decide which layers keep using float8. If a block on some rank is still waiting for its
     backward, the ranks cannot decide, and measure again before the next training forward. Random generators and the
     model's buffers, attributes and containers are restored, even if the separate forward raises an error.
@@ -207,6 +222,7 @@ class CalibrationAhead(Calibration):
             state.measures, state.powers = True, None
         try:
             with uncompiled(self._blocks), self._world.schedule.calibration():
+                args, kwargs = after_later_hooks(model, args, kwargs)
                 model.forward(*args, **kwargs)
         except BaseException:
             for state in self.states.values():
@@ -221,8 +237,8 @@ class CalibrationAhead(Calibration):
 Decision = dict[str, tuple[bool, str | None]]
 """{path of a layer: (whether it computes in float8, `reason`)}.
 
-`reason` says why the layer's weight, and so the whole flat buffer that contains it, cannot be all-gathered in float8.
-It is None if this layer does not prevent it."""
+`reason` says why the layer's weight, and so all weights that are all-gathered together with it, cannot be all-gathered
+in float8. It is None if the layer does not prevent this."""
 
 
 def float8_decision(world: World, model: torch.nn.Module) -> Decision:
@@ -235,11 +251,12 @@ def float8_decision(world: World, model: torch.nn.Module) -> Decision:
         model: the model, or a module that contains it.
 
     Returns:
-        {path of a layer: (whether it computes in float8, `reason`)}. `reason` says why the layer's weight, and so the
-        whole flat buffer that contains it, cannot be all-gathered in float8; None if this layer does not prevent it.
+        {path of a layer: (whether it computes in float8, `reason`)}. `reason` says why the layer's weight, and so all
+        weights that are all-gathered together with it, cannot be all-gathered in float8; None if the layer does not
+        prevent this.
         Layers about which the ranks have not decided are left out.
     """
-    states = _states_of(model)
+    states = float8_states(model)
     for guard in _guards_of(states):
         if all(world.control.gather(guard.has_measured, "whether float8's noise is measured")):
             guard.decide()
@@ -247,27 +264,28 @@ def float8_decision(world: World, model: torch.nn.Module) -> Decision:
 
 
 def restore_decision(world: World, model: torch.nn.Module, decision: Decision) -> None:
-    """Apply a checkpoint's decision about float8 to the layers of `model`, so that they need not be measured.
+    """Apply a checkpoint's decision about float8 to the layers of `model`, so that no rounding noise is measured.
 
     Collective: every rank must call it.
 
     If the ranks have already decided about a layer, their decision stays, and a warning is logged if the checkpoint's
-    decision differs. If the checkpoint has no decision about some layers of a model, all layers of the model are
-    measured as usual.
+    decision differs. If the ranks have not decided yet, the checkpoint must contain a decision about every layer of the
+    model. If even one is missing, the noise of all layers is measured as usual, and a warning is logged if the
+    checkpoint contains decisions about the others.
 
     Args:
         world: the ranks over which the model is sharded.
         model: the model, or a module that contains it.
         decision: the result of `float8_decision` in the run that saved the checkpoint.
     """
-    states = _states_of(model)
+    states = float8_states(model)
     differing = [path for path, state in states.items() if not _agrees(state, decision.get(path))]
     if differing and world.rank == 0:
         _log.warning(
             "float8: for %d of %d layers, such as '%s', the checkpoint and this model differ in whether the layer uses "
-            "float8. This model decided that in a training step before the checkpoint was loaded, and keeps its "
-            "decision, so results will differ slightly from those of the run that saved the checkpoint. To use the "
-            "checkpoint's decision, load the checkpoint before the first training step.",
+            "float8. For this model, that was decided before the checkpoint was loaded (in a training step, or by an "
+            "earlier checkpoint), and is not changed now. So results will differ slightly from those of the run that "
+            "saved the checkpoint. To use the checkpoint's decision, load it before the first training step.",
             len(differing), len(states), differing[0],
         )  # fmt: skip
     paths = {state: path for path, state in states.items()}
@@ -288,9 +306,9 @@ def restore_decision(world: World, model: torch.nn.Module, decision: Decision) -
 
 
 def _agrees(state: Float8State, found: tuple[bool, str | None] | None) -> bool:
-    """Return whether a layer agrees with the checkpoint's decision `found` about its use of float8.
+    """Return whether the checkpoint's decision `found` about a layer is the same as the decision of the ranks.
 
-    Also returns True if there is nothing to compare: the layer is undecided, or `found` is None.
+    Also returns True if there is nothing to compare: the ranks have not decided about the layer, or `found` is None.
 
     state: the state of the layer.
     found: (whether the layer uses float8, the `reason` why its weight cannot be all-gathered in float8, or None), or
@@ -308,7 +326,8 @@ def _guards_of(states: Mapping[str, Float8State]) -> list[Calibration]:
     return [guard for guard in dict.fromkeys(found) if guard is not None]
 
 
-def _states_of(model: torch.nn.Module) -> dict[str, Float8State]:
+def float8_states(model: torch.nn.Module) -> dict[str, Float8State]:
+    """Return {path of a float8 layer in `model`: its state}."""
     return {path: module.float8_state for path, module in model.named_modules() if isinstance(module, Float8Linear)}
 
 
@@ -323,7 +342,7 @@ def _tell(ratios: dict[str, float]) -> None:
             )  # fmt: skip
     _log.info(
         "float8: signal-to-noise ratio of each layer's output in dB (a layer below %.0f stops using float8; inf means "
-        "that no noise was measured): %s",
+        "that no rank has called the layer, or that its output was exact, zero or not finite): %s",
         LEAST_DECIBELS, ", ".join(f"{path} {ratio:.1f}" for path, ratio in ratios.items()),
     )  # fmt: skip
 
@@ -340,5 +359,5 @@ def decibels(signal: float, noise: float) -> float:
         noise: the sum of squares of the error in the output.
     """
     if not math.isfinite(signal) or not math.isfinite(noise):
-        return math.inf  # the output overflowed, which is not rounding noise; the loss scale handles it
+        return math.inf  # the output overflowed, which is not rounding noise
     return 10 * math.log10(signal / noise) if noise > 0 < signal else math.inf

@@ -1,8 +1,8 @@
 """Choose which linear layers of blocks compute in float8, for `auto_wrap(float8=...)`, and log why others do not.
 
-Activations and gradients have one float8 scale per token, and each weight has a single scale. On an H200, products
-with these scales are 1.7 to 1.9 times as fast as in bfloat16. With a scale per 128 x 128 elements, they would be only
-1.4 to 1.7 times as fast.
+Activations and gradients have one float8 scale per token or, in the product that computes a weight's gradient, one per
+feature. Each weight has a single scale. On an H200, products with these scales are 1.7 to 1.9 times as fast as in
+bfloat16. With a scale per 128 x 128 elements, they would be only 1.4 to 1.7 times as fast.
 """
 
 from __future__ import annotations
@@ -14,14 +14,13 @@ from typing import Any
 
 import torch
 
-from ...engine.wrap.find import Chain, adapter_parameters
+from ...engine.base.launch import C_NAMES
+from ...engine.wrap.find import Chain, adapter_parameters, is_router
 from ..options import UseFloat8
 from .arithmetic import ALIGNMENT, check_device
 from .linear import Float8Inputs, Float8Linear, extend_linear
 
 _log = logging.getLogger("hf_bmtrain")
-_ROUTERS = ("router", "gate")
-_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
 def choose_float8(
@@ -104,7 +103,7 @@ def _choose(
         asked = [name for name in keep if f".{name}." in f".{path}."]
         unused.difference_update(asked)
         reason = "named in keep" if asked else _reason(module, path, adapters)
-        reason = "the attention module around it reads its weight" if module in inside and not reason else reason
+        reason = "the torch module that contains it may read its weight" if module in inside and not reason else reason
         if reason:
             left[path] = reason
         else:
@@ -124,21 +123,21 @@ def _choose(
 
 
 def _reason(module: torch.nn.Module, path: str, adapters: set[int]) -> str:
-    """Return why the linear layer `module` cannot use float8, as text for the log, or "" if it can.
+    """Return why the linear layer `module` cannot use float8, in words for the log, or "" if it can.
 
     path: the layer's path in the model.
     adapters: the ids of all parameters of adapters.
     """
     weight: Any = module.weight
     if not is_conv1d(module) and type(module).forward is not torch.nn.Linear.forward:
-        return f"{type(module).__name__} has a forward of its own"
+        return f"{type(module).__name__} does not use the forward of torch.nn.Linear"
     if "forward" in vars(module):
         return "its forward is replaced"
     if id(weight) in adapters:
         return "part of an adapter"
-    if path.rpartition(".")[2] in _ROUTERS:
+    if is_router(path):
         return "a router"
-    if weight.dtype not in _DTYPES:
+    if weight.dtype not in C_NAMES:
         return f"its weight is {weight.dtype}"
     if any(size % ALIGNMENT for size in weight.shape):
         return f"its sizes are not multiples of {ALIGNMENT}"
@@ -146,18 +145,18 @@ def _reason(module: torch.nn.Module, path: str, adapters: set[int]) -> str:
 
 
 def _reads_weights(module: torch.nn.Module) -> bool:
-    """Return whether `module` is a module of torch that reads the weights of its linear layers without calling these.
+    """Return whether `module` is a module of torch that can read the weights of its linear layers without calling them.
 
-    Float8 would have no effect on such layers, because their forwards are never called.
+    Float8 has no effect on a layer that is not called, and a weight that was all-gathered in float8 cannot be read.
     """
     return isinstance(module, (torch.nn.MultiheadAttention, torch.nn.TransformerEncoderLayer))
 
 
 def _table(layers: Iterable[str], left: dict[str, str]) -> str:
-    """Return text for the log: how many layers of each name use float8, and how many do not, with the reason.
+    """Return a log message: how many layers of each name use float8, and how many do not, with the reason.
 
     layers: the paths of the layers that use float8.
-    left: {path of another layer: why it does not use float8}.
+    left: {path of each other linear layer: why it does not use float8}.
     """
     lines = ["float8: matrix products of linear layers in blocks, with one scale per token and one per weight"]
     lines.append(f"  in float8: {', '.join(_counted(layers))}")

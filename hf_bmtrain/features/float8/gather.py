@@ -1,8 +1,9 @@
 """Select the weights of float8 layers that are all-gathered in float8, and switch their flat buffers to float8.
 
-A flat buffer contains the weights that are sharded and all-gathered together, usually those of one block. It is
-switched to float8 after `Calibration` has found that all its layers are called and keep computing in float8. From then
-on, each rank also stores its shard rounded to float8, which takes one additional byte per element.
+A flat buffer contains the weights that are sharded and all-gathered together, usually those of one block. When the
+ranks decide which layers keep computing in float8 (`Calibration`), a buffer is switched to float8 if all its layers do,
+and no other reason prevents it. From then on, each rank also stores its shard rounded to float8, which takes one
+additional byte per element.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from typing import Any
 
 import torch
 
+from ...engine.blocks.block import CheckpointBlock
 from ...engine.runtime.world import World
 from ...engine.sharding.parameter import DistributedParameter
 from ...engine.sharding.slots import find_places
@@ -22,6 +24,8 @@ from .linear import Float8State
 from .storage import Float8Requantizer, Float8Storage
 
 _log = logging.getLogger("hf_bmtrain")
+WITH_ADAPTERS = "belongs to a model with adapters"
+"""The `reason` of a Float8State if adapters may read the weight in its own dtype."""
 
 
 def choose_gathered(model: torch.nn.Module, layers: Iterable[torch.nn.Module], world: World) -> set[int]:
@@ -62,11 +66,47 @@ def link_layers(layers: Iterable[torch.nn.Module]) -> None:
             state.storage, state.index = storage, sharded.index
 
 
-def gather_float8(world: World, states: Mapping[str, Float8State]) -> None:
-    """Switch the all-gathers of the weights of float8 layers to float8, and log for how many flat buffers this is done.
+def check_adapted_float8(model: torch.nn.Module) -> None:
+    """Raise ValueError if weights cannot yet be all-gathered in their own dtype for adapters that were added.
 
-    Called when the ranks have decided which layers keep float8: after the first step has measured the rounding noise,
-    or when a checkpoint's decision is loaded. Collective: every rank must call it.
+    Args:
+        model: the model, already wrapped. Nothing is checked if it has no adapters.
+    """
+    if not adapter_parameters(model):
+        return
+    blocks = [module for module in model.modules() if isinstance(module, CheckpointBlock)]
+    waiting = [block for block in blocks if block._bmt.pending]
+    storages = [buffer.storage for block in waiting for buffer in block._bmt.buffers]
+    if any(isinstance(storage, Float8Storage) and storage.in_float8 for storage in storages):
+        raise ValueError(
+            f"auto_wrap: adapters were added to a model with float8, and forwards of {len(waiting)} blocks are still "
+            "waiting for their backward, which needs the weights as they were all-gathered, in float8. Adapters need "
+            "them in their own dtype. Run the backward before wrapping the adapters. If the loss is gone, run one more "
+            "forward and its backward first."
+        )
+
+
+def gather_in_own_dtype(states: Iterable[Float8State]) -> None:
+    """All-gather the weights of float8 layers in their own dtype again, because adapters were added to their model.
+
+    Adapters may read the weights of their base layers (see `choose_gathered`). The layers still compute in float8.
+    Collective: every rank must call it, while no forward is waiting for its backward.
+
+    Args:
+        states: the states of all float8 layers of the model, in the same order on every rank.
+    """
+    for state in states:
+        if state.storage is not None and state.storage.in_float8:
+            state.storage.switch_back()
+        if state.guard is None:
+            state.reason = state.reason or WITH_ADAPTERS
+
+
+def gather_float8(world: World, states: Mapping[str, Float8State]) -> None:
+    """All-gather the weights of float8 layers in float8 from now on, and log how many flat buffers this affects.
+
+    Called once it is known which layers keep float8: after their rounding noise was measured, when a checkpoint's
+    decision is loaded or, on the meta device, when the model is wrapped. Collective: every rank must call it.
 
     A flat buffer contains the weights that are all-gathered together, usually those of one block. A buffer is still
     all-gathered in its own dtype if any of its layers has `reason` set in its Float8State, for example because the
@@ -75,6 +115,9 @@ def gather_float8(world: World, states: Mapping[str, Float8State]) -> None:
     Args:
         world: the ranks over which the layers are sharded.
         states: {path of a layer in the model: its Float8State} for all float8 layers, in the same order on every rank.
+
+    Raises:
+        RuntimeError: a weight that was all-gathered in float8 is not the full weight rounded to float8.
     """
     layers: dict[Float8Storage, list[str]] = {}
     for path, state in states.items():

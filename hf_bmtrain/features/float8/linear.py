@@ -1,14 +1,14 @@
 """Float8Linear: a linear layer of a transformer layer, whose three matrix products are computed in float8.
 
-The forward computes y = x Wᵀ from x quantized by rows. The backward computes dx = dy W from dy quantized by rows, and
-dW = dyᵀ x from dy and x quantized by columns (see `arithmetic`). Autograd saves x quantized by columns (8 bits per
-element) instead of x. The weight W is either a full parameter in its own dtype, which is quantized at each use, or it
-has been all-gathered in float8 (`Float8Storage`). The bias is added in the dtype of the activations.
+The forward computes y = x Wᵀ from x quantized by rows (with one scale per row). The backward computes dx = dy W from dy
+quantized by rows, and dW = dyᵀ x from dy and x quantized by columns (see `arithmetic`). If W requires a gradient,
+autograd saves x quantized by columns (8 bits per element) instead of x. The weight W is either a full parameter in its
+own dtype, which is quantized at each use, or it has been all-gathered in float8 (`Float8Storage`). The bias is added in
+the dtype of the activations.
 """
 
 from __future__ import annotations
 
-import functools
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,13 +18,13 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
+from ...engine.base.launch import C_NAMES
 from ...engine.base.torch_internals import autocast_type
-from ...engine.blocks.sharded_module import extend_class
+from ...engine.blocks.sharded_module import extend_module
 from ...engine.tensors.backward import double_backward
 from .arithmetic import Float8, product, quantize_both, quantize_full, quantize_rows, quantize_transposed
 from .storage import Float8Storage, GatheredFactor
 
-_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 _CHUNK = 1024
 """`_powers` measures the rounding noise of a layer's output in chunks of this many rows. This limits the memory for the
 exact output, with which the layer's output is compared."""
@@ -33,7 +33,8 @@ exact output, with which the layer's output is compared."""
 class Float8Inputs:
     """Caches a quantized input for layers that get the same input, such as the query, key and value projections.
 
-    The cache has one entry, which is dropped when the input tensor is garbage-collected or a layer gets another input.
+    The cache has one entry. It is dropped when the input tensor is freed, and replaced when a layer gets a different
+    input.
     """
 
     def __init__(self) -> None:
@@ -44,20 +45,21 @@ class Float8Inputs:
     def factors(self, x: Tensor, dtype: torch.dtype, both: bool) -> tuple[Tensor | None, ...]:
         """Quantize x to float8 with one scale per row and, if `both`, also with one scale per column.
 
-        If the last call had the same tensor x and the same dtype, and x was not modified in between, the result may
-        come from the cache.
+        If the preceding call had the same tensor x and the same dtype, and x was not modified in between, the result
+        may come from the cache.
 
         Args:
-            x: (..., K). It is flattened to (M, K).
+            x: the input of a layer, (..., K). It is flattened to (M, K).
             dtype: the dtype to which x is converted before it is quantized.
-            both: whether x is needed with one scale per column too.
+            both: whether to quantize x with one scale per column too, as the gradient of the layer's weight needs it.
 
         Returns:
-            Four tensors: the values and scales of x quantized by rows, then those of x quantized by columns. The last
-            two are None if `both` is False.
+            Four tensors. The first two are the values (M, K) and scales (M, 1) of x with one scale per row. The last
+            two are the values (K, M') and scales (K, 1) of the transpose of x, with one scale per column of x. M' is M
+            rounded up to a multiple of 16 (see `quantize_both`). The last two are None if `both` is False.
         """
-        # In compiled code no cache is needed, because torch.compile removes repeated computations. Besides,
-        # torch.compile cannot trace `_is_view`.
+        # In compiled code no cache is needed, because torch.compile removes repeated computations. The code below could
+        # not be compiled either, because torch.compile cannot trace `_is_view`.
         if torch.compiler.is_compiling() or not torch.is_grad_enabled():
             return _flattened(*_round(x, dtype, both))
         # Two kinds of inputs are not cached, because the version counter does not show that their values have changed:
@@ -91,8 +93,8 @@ class Float8State:
         active: whether the layer computes in float8.
         guard: a weak reference to the Calibration, the observer that measures the noise and makes this decision; None
             after the decision.
-        reason: why the weight, and so the whole flat buffer that contains it, cannot be all-gathered in float8; None
-            before the decision, or if this layer does not prevent it.
+        reason: why the flat buffer that contains the layer's weight cannot be all-gathered in float8, if this layer is
+            the cause; None otherwise, and before the decision.
         measures: whether the next forward measures rounding noise and sets `powers`.
         powers: (2,) float32, the sum of squares of the output without rounding, and the sum of squares of the error
             that rounding causes; None before the measurement.
@@ -112,18 +114,22 @@ class Float8State:
     index: int = 0
 
     def gathered(self, weight: Tensor) -> GatheredFactor | None:
-        """Return the layer's weight in float8 if it was all-gathered in float8, otherwise None.
+        """Return the layer's weight as it was all-gathered in float8, or None if the layer must quantize `weight`.
 
-        Also returns None if `weight` is another tensor than the full parameter, because the all-gathered values are
-        then not those of `weight`.
+        The result is None in two cases:
+
+        * The weight is not all-gathered in float8.
+        * `weight` is not the layer's full parameter but another tensor that has taken its place, for example in
+          torch.func.functional_call. The all-gathered values are not those of this tensor. (Compiled code does not
+          check this: there, `weight` is always the full parameter.)
 
         weight: the tensor that the layer has as its `weight` in this forward.
         """
         storage = self.storage
         if storage is None or not storage.in_float8:
             return None
-        # Compiled code does not compare `weight`: it always gets the full parameter of the storage, and the comparison
-        # would become part of the graph.
+        # Compiled code does not compare `weight`. The comparison would become part of the graph, and is not needed: in
+        # compiled code, `weight` is always the full parameter of the storage.
         shown = torch.compiler.is_compiling() or weight is storage.buffer.full_params[self.index]
         return storage.factors[self.index] if shown else None
 
@@ -143,7 +149,7 @@ class Float8Linear(torch.nn.Module):
 
     def forward(self, input: Tensor) -> Tensor:
         state, dtype = self.float8_state, _dtype_of(input)
-        if not state.active or dtype not in _DTYPES:
+        if not state.active or dtype not in C_NAMES:
             return super().forward(input)
         factors = state.inputs.factors(input, dtype, self.weight.requires_grad and torch.is_grad_enabled())
         flat = input.to(dtype).reshape(-1, input.shape[-1])
@@ -164,19 +170,13 @@ def extend_linear(layer: torch.nn.Module, transposed: bool, inputs: Float8Inputs
         inputs: the cache of quantized inputs that the model's float8 layers share.
     """
     state = layer.float8_state = Float8State(transposed, inputs)  # pyright: ignore[reportArgumentType]
-    layer.__class__ = _extended_class(type(layer))
+    extend_module(layer, Float8Linear)
     return state
-
-
-@functools.cache
-def _extended_class(cls: Any) -> Any:
-    """Return a subclass of Float8Linear and `cls`, to be assigned to `__class__` of a layer of class `cls`."""
-    return extend_class(Float8Linear, cls, {})
 
 
 @torch.no_grad()
 def _round(x: Tensor, dtype: torch.dtype, both: bool) -> tuple[Float8, Float8 | None]:
-    """Convert x to `dtype`, and quantize it to float8 with one scale per row and, if `both`, also one per column."""
+    """Convert x, (..., K), to `dtype`, flatten it to (M, K), and quantize it by rows and, if `both`, by columns."""
     flat = x.detach().to(dtype).reshape(-1, x.shape[-1]).contiguous()
     return quantize_both(flat) if both else (quantize_rows(flat), None)
 
@@ -196,7 +196,7 @@ class _Product(torch.autograd.Function):
     def forward(
         ctx, x, weight, rows, row_scales, columns, column_scales, values, of_rows, of_columns, transposed: bool
     ):
-        """Return x Wᵀ in the dtype of x. Of x only the dtype is read, because its values are passed in quantized form.
+        """Return x Wᵀ in the dtype of x. Only the dtype of x is used; its values are passed in quantized form.
 
         x: (M, K).
         weight: W, (N, K), or (K, N) if `transposed`.
@@ -251,7 +251,8 @@ def _powers(x: Tensor, weight: Tensor, y: Tensor, transposed: bool) -> Tensor:
     weight: (N, K), or (K, N) if `transposed`.
     y: (M, N), the layer's float8 output, without the bias.
     """
-    weight, powers = (weight.t() if transposed else weight).to(x.dtype), torch.zeros(2, device=x.device)
+    weight = (weight.t() if transposed else weight).to(x.dtype)
+    powers = torch.zeros(2, dtype=torch.float32, device=x.device)
     for some, rounded in zip(x.split(_CHUNK), y.split(_CHUNK)):
         exact = linear(some, weight).float()
         powers += torch.stack([exact.square().sum(), (rounded.float() - exact).square().sum()])

@@ -24,7 +24,7 @@ there are at least this many elements of weights for each byte of small paramete
 
 
 class GatheredFactor(NamedTuple):
-    """A weight (R, C) that was all-gathered in float8, with one scale.
+    """A weight (R, C) that was all-gathered in float8, with a single scale for all elements.
 
     The values are in memory only while the weight's flat buffer (parameters that are all-gathered together) is
     unsharded. On a rank whose shard contains the full weight, they are always in memory.
@@ -51,8 +51,9 @@ class GatheredFactor(NamedTuple):
 class Float8Requantizer:
     """Rounds the shards of weights to float8 before they are all-gathered.
 
-    All shards that have changed are rounded together. One all-reduce then computes the absmax (largest magnitude) of
-    each of their weights. A shard that an optimizer updates asynchronously is rounded separately, after its own update.
+    All shards that have changed are rounded together, so that one all-reduce computes the absmax (largest magnitude) of
+    every weight in them. A shard that an optimizer has ever updated asynchronously is rounded separately, before its
+    own all-gather.
 
     Each shard is registered with `add(storage, owners)`. The owners are objects that live as long as the model. All
     ranks must round the same shards, so a shard is skipped once its owners have been deleted, even if an optimizer
@@ -74,7 +75,8 @@ class Float8Requantizer:
         """Round the shard of one storage to float8, and with it the shards of all other storages that have changed.
 
         Called before an all-gather, if the shard has changed since it was last rounded. Other shards are left out if
-        their model was deleted, or if an optimizer updates them asynchronously. Collective: every rank must call it.
+        their model was deleted, or if an optimizer has ever updated them asynchronously. Collective: every rank must
+        call it.
 
         gathered: the storage whose weights will be all-gathered next. Its shard is rounded in any case.
         """
@@ -99,7 +101,7 @@ class Float8Requantizer:
 
 @dataclass(frozen=True)
 class Float8Kind(StorageKind):
-    """The StorageKind (how to shard and all-gather) of weights of float8 layers that may be all-gathered in float8.
+    """The StorageKind of weights of float8 layers: how to shard these weights, and to all-gather them in float8.
 
     When the model is sharded, `make` creates a Float8Storage for each flat buffer of such weights.
     """
@@ -125,25 +127,29 @@ class Float8Kind(StorageKind):
 class Float8Storage(Storage):
     """Stores the shard of a flat buffer with weights of float8 layers, and all-gathers the weights in float8.
 
-    Before `switch` is called, the weights are all-gathered in their own dtype. Afterwards, each rank rounds its shard
-    to float8 when it has changed, and an all-gather sends one byte per element. The layers multiply by the weights in
-    `factors`, which then contains the gathered weights. These equal the full weights rounded to float8, bit for bit.
-    The full weights in their own dtype are in memory only within the context `full_values`. Outside this context, the
-    full parameter of a weight is a single NaN that is expanded to the weight's shape, so that it takes almost no memory
-    and a read by mistake is noticed.
+    Until `switch` is called, and after `switch_back`, the weights are all-gathered in their own dtype. After `switch`:
 
-    The flat buffer also contains the block's small parameters (norms, biases), so that they need no all-gather and
-    reduction of their own. They are at the start of the buffer, rank 0 stores all of them, and they are sent unrounded.
-    An all-gather sends one byte for each element of the buffer. So a small parameter occupies as many elements of the
-    buffer as it has bytes: a bfloat16 norm of 1024 elements occupies 2048.
+    * Each rank rounds its shard to float8 before an all-gather, if the shard has changed since it was last rounded. The
+      all-gather sends one byte per element.
+    * The layers multiply by the gathered weights, which are in `factors`. The gathered weights equal the full weights
+      rounded to float8, bit for bit.
+    * The full weights in their own dtype are in memory only within the context `full_values`. Outside this context, the
+      full parameter of a weight is a single NaN that is expanded to the weight's shape. This takes almost no memory,
+      and shows up if the parameter is read by mistake.
+
+    The flat buffer may also contain small parameters (the block's norms and biases), which then need no all-gather and
+    reduction of their own. They are at the start of the buffer, in the shard of rank 0. They are never rounded, so each
+    needs more than one byte per element, although the all-gather sends only one byte for each element of the buffer.
+    Therefore the buffer reserves one element for each byte of a small parameter. For example, 2048 elements are
+    reserved for a bfloat16 norm of 1024 elements.
 
     Args:
-        small: the number of small parameters.
+        small: the number of small parameters; 0 if the buffer contains only weights.
 
     Attributes:
         in_float8: whether the weights are all-gathered in float8.
         factors: the gathered weights, by which the layers multiply (not scale factors). For each parameter in the
-            buffer: a GatheredFactor if it is a weight, None if it is a small parameter. Empty before `switch`.
+            buffer: a GatheredFactor if it is a weight, None if it is a small parameter. Empty if not `in_float8`.
     """
 
     in_float8 = False
@@ -166,7 +172,7 @@ class Float8Storage(Storage):
         self._shards, self._poison = world.shards, world.poison
 
     def view(self, index: int, shape: torch.Size) -> torch.Tensor:
-        if self.full.allocated:
+        if self.full.allocated or not self.in_float8:
             return super().view(index, shape)
         if index < self._small:
             return self._shown[index]
@@ -190,13 +196,14 @@ class Float8Storage(Storage):
     def switch(self, requantizer: Float8Requantizer, owners: Iterable[object]) -> None:
         """All-gather the weights in float8 from now on. Collective: every rank must call it.
 
-        `gather_float8` calls this once, when the layers that compute in float8 have been chosen and none of the layers
-        with weights in this buffer requires its own dtype. At this moment, no forward may be waiting for its backward.
-        The weights are all-gathered immediately, to check that they arrive correctly.
+        `gather_float8` calls this once, after the ranks have decided which layers compute in float8, unless a layer
+        needs a weight of this buffer in the weight's own dtype. At the time of the call, no forward may be waiting for
+        its backward. The weights are all-gathered immediately, to check that they arrive correctly.
 
-        If the buffer is resident (kept unsharded from step to step) and unsharded now, it remains unsharded. This is
-        necessary if ranks run different blocks: a rank that runs the block of a resharded buffer would all-gather the
-        buffer, and would wait forever for ranks that do not run the block.
+        If the buffer is resident (kept unsharded from step to step) and unsharded now, it is unsharded after the call,
+        too. Otherwise it is resharded. A resident buffer must not be resharded here, because ranks may run different
+        blocks: a rank that runs the buffer's block would then have to start an all-gather, and would wait forever for
+        ranks that do not run the block.
 
         Args:
             requantizer: the object that rounds the shards of all storages of this class together.
@@ -234,6 +241,27 @@ class Float8Storage(Storage):
         if not was_resident:
             buffer.reshard()
 
+    @torch.no_grad()
+    def switch_back(self) -> None:
+        """All-gather the weights in their own dtype again, so that they can be read. Undoes `switch`.
+
+        At the time of the call, no forward may be waiting for its backward. As after `switch`, the buffer is unsharded
+        if it was resident and unsharded before. The memory of the rounded shard is kept, because other ranks may still
+        be copying from it. Collective: every rank must call it.
+        """
+        buffer = self.buffer
+        was_resident = buffer.is_unsharded and buffer.is_resident
+        buffer.drop()
+        buffer.route(buffer.shard, self.full)
+        self.in_float8 = self.prepares = False
+        self.factors, self._shown = (), []
+        self.full.allocate()
+        self._show()
+        self.full.free()
+        if was_resident:
+            buffer.gather()
+            buffer.wait()
+
     def _check(self) -> None:
         """Raise RuntimeError if an all-gather in float8 gave this rank wrong norms, biases or rounded weights.
 
@@ -257,8 +285,8 @@ class Float8Storage(Storage):
                 name = "a parameter" if origin is None else f"'{origin.path}'"
                 raise RuntimeError(
                     f"rank {self.buffer.rank} received wrong values of {name}, shape {tuple(full.shape)}: after an "
-                    "all-gather in float8, they differ from the full parameter rounded to float8. Leave out float8 on "
-                    "this machine, and report this error."
+                    "all-gather in float8, they differ from those of an all-gather in the parameter's own dtype (for "
+                    "weights, rounded to float8). Leave out float8 on this machine, and report this error."
                 )
 
     def _make_factors(self) -> None:
@@ -341,8 +369,9 @@ class Float8Storage(Storage):
     def measure(self, bits: torch.Tensor) -> None:
         """Write the absmax (largest magnitude) of this rank's part of each weight to `bits`, as float32 bit patterns.
 
-        Float8Requantizer calls this first. By an all-reduce, it then computes the absmax of the full weights, from
-        which it derives their scales for `round`. As integers, the bit patterns have the same order as the magnitudes.
+        Float8Requantizer calls this first. It then computes the absmax of the full weights by an all-reduce, derives
+        the weights' scales, and passes both to `round`. The all-reduce compares the bit patterns as integers, which
+        have the same order as the magnitudes.
 
         bits: (k,) int32, the output, for the k weights of the buffer. It must be zero before the call, and stays 0 for
             a weight of which this rank stores no element.
@@ -365,9 +394,9 @@ class Float8Storage(Storage):
             small = shard.data[: self._small_numel].view(torch.uint8)
             self._rounded[: len(small)].copy_(small)
         torch.index_select(scales, 0, self._weight_of_scale, out=self._scales)
-        # The version (torch's counter of writes) must change on every rank, also on one that stores no weights and has
-        # written nothing. A changed version makes the next all-gather publish the shard to the other ranks. With peer
-        # copies (ranks read shards from each other's memory), publishing is collective.
+        # The version (torch's counter of writes) must change on every rank, even on a rank that stores no weights and
+        # has written nothing. The reason: a changed version makes the next all-gather publish the shard to the other
+        # ranks, and with peer copies (ranks read shards from each other's memory), publishing is collective.
         torch.autograd.graph.increment_version(self._rounded)
         self._rounded_version = shard._version
 

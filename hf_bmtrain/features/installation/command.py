@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import re
 import sys
+from collections import Counter
 from typing import Any
 
 from ...engine.base.launch import cache_folder
@@ -49,7 +50,10 @@ def main() -> None:
 def report(text: str) -> str:
     """Return the Markdown code block that `python -m hf_bmtrain --report` prints, to paste into an issue.
 
-    It contains `text` (the result of `screen`), the environment variables that matter, and the GPU topology.
+    It contains `text`, the environment variables that influence training (such as NCCL_* and CUDA_VISIBLE_DEVICES, if
+    they are set), and the output of `nvidia-smi topo -m`, which shows how the GPUs are connected.
+
+    text: the result of `screen`.
     """
     set_ = [f"{name}={value}" for name, value in variables().items()]
     return "\n".join(["```", text, "", "environment: " + (" ".join(set_) or "nothing set"), topology().rstrip(), "```"])
@@ -95,7 +99,7 @@ def is_tested(name: str, version: str) -> bool:
 
 
 def devices(facts: Facts) -> list[str]:
-    """Return lines for `screen` about the GPUs, the versions of CUDA and NCCL, and the links between the GPUs.
+    """Return the lines that `python -m hf_bmtrain` prints about the GPUs, their links, and the CUDA and NCCL versions.
 
     facts: the facts about this machine.
     """
@@ -103,12 +107,9 @@ def devices(facts: Facts) -> list[str]:
     if not facts.gpus:
         return [f"GPUs: none that torch can use ({built})"]
     lines = [f"GPUs: {len(facts.gpus)} ({built}, NCCL {facts.nccl or 'not usable'})"]
-    kinds: dict[tuple[str, int, tuple[int, int]], int] = {}
-    for gpu in facts.gpus:
-        key = (gpu.name, gpu.memory, gpu.capability)
-        kinds[key] = kinds.get(key, 0) + 1
-    for (name, memory, (major, minor)), count in kinds.items():
-        lines.append(f"  {count} x {name}, {memory / 2**30:.1f} GiB, compute capability {major}.{minor}")
+    for gpu, count in Counter(facts.gpus).items():
+        capability = ".".join(map(str, gpu.capability))
+        lines.append(f"  {count} x {gpu.name}, {gpu.memory / 2**30:.1f} GiB, compute capability {capability}")
     if len(facts.gpus) > 1:
         kind = ", ".join(f"{link}{' (NVLink)' if link.startswith('NV') else ''}" for link in facts.links) or "unknown"
         pairs = ", ".join(f"GPU {b} from GPU {a}" for a, b in facts.blocked)
@@ -118,7 +119,11 @@ def devices(facts: Facts) -> list[str]:
 
 
 def choices(facts: Facts) -> list[str]:
-    """Return lines for `screen` about what training would use here: device, communication, precision, kernels.
+    """Return the lines that `python -m hf_bmtrain` prints under "Training would use".
+
+    They say on which devices training would run on this machine and, unless there is only one GPU, how ranks would
+    communicate. With GPUs, they also say the precision of training, whether float8 works, and where compiled kernels
+    would be stored.
 
     facts: the facts about this machine.
     """
@@ -133,7 +138,9 @@ def choices(facts: Facts) -> list[str]:
     if count > 1 and facts.blocked:
         lines.append("communication   NCCL, because not every GPU can access the others' memory")
     elif count > 1:
-        lines.append(f"communication   copies between GPUs for shards from {SMALLEST_PULLED >> 20} MiB on, else NCCL")
+        lines.append(
+            f"communication   copies between GPUs for shards of {SMALLEST_PULLED >> 20} MiB or more, else NCCL"
+        )
     half = min(gpu.capability for gpu in facts.gpus) >= (8, 0)
     lines.append(f"precision       {'bfloat16' if half else 'float16 with a loss scale: these GPUs have no bfloat16'}")
     lines.append(f"float8=True     {'works' if facts.float8 is None else facts.float8}")
@@ -142,9 +149,10 @@ def choices(facts: Facts) -> list[str]:
 
 
 def obstacles(facts: Facts) -> list[str]:
-    """Return lines for `screen` that say what to do before training can work on this machine, such as a pip command.
+    """Return a line for each problem that prevents training on this machine. The list is empty if training can work.
 
-    The list is empty if training can work. If it is not, `python -m hf_bmtrain` ends with exit code 1.
+    All packages that are missing or too old share one line, with the pip command that installs them.
+    `python -m hf_bmtrain` prints the lines under "To do", and ends with exit code 1 if there are any.
 
     facts: the facts about this machine.
     """
@@ -158,7 +166,10 @@ def obstacles(facts: Facts) -> list[str]:
 
 
 def advice(facts: Facts) -> list[str]:
-    """Return lines for `screen` that suggest what else to install or check. Training works without it.
+    """Return one line for each optional step, such as installing PEFT. Training works without these steps.
+
+    `python -m hf_bmtrain` prints these lines under "To do", after those of `obstacles`. They do not affect its exit
+    code.
 
     facts: the facts about this machine.
     """

@@ -52,8 +52,9 @@ class Facts:
         cuda: the CUDA version that torch is built for, None for a build without CUDA.
         gpus: the GPUs that torch can use.
         unseen: whether the machine has NVIDIA GPUs but torch can use none.
-        trouble: {thing that cannot be used: why}. Things are "torch", "CuPy" (with NCCL) and "CUDA sources" (the files
-            with the CUDA kernels of hf_bmtrain).
+        trouble: {problem: error message}; empty if there is none. The keys may be "torch" (torch is built for CUDA, but
+            finds no GPU and warns why), "CuPy" (CuPy or NCCL cannot be used) and "CUDA sources" (the files with the
+            CUDA kernels of hf_bmtrain are missing).
         nccl: the NCCL version, such as "2.27.5"; None if there is no GPU or NCCL cannot be used.
         links: the kinds of links between GPUs according to nvidia-smi, such as "NV18" or "SYS"; empty if unknown.
         blocked: pairs (a, b) such that GPU a cannot access the memory of GPU b.
@@ -114,8 +115,8 @@ def find_facts() -> Facts:
 def installed(package: str) -> str | None:
     """Return the installed version of a package, or None if it is not installed.
 
-    For "cupy", this is the version of cupy-cuda13x, cupy-cuda12x or cupy, because CuPy has a package for each CUDA
-    version.
+    CuPy has a package for each CUDA version. So for "cupy", this is the version of the first package that is installed
+    of cupy-cuda13x, cupy-cuda12x and cupy.
     """
     for name in ("cupy-cuda13x", "cupy-cuda12x", "cupy") if package == "cupy" else (package,):
         try:
@@ -148,7 +149,7 @@ def links(topology: str, count: int) -> tuple[str, ...]:
     """Return the kinds of links between GPUs, such as "NV18" or "SYS", each once and sorted.
 
     topology: the output of `nvidia-smi topo -m`.
-    count: how many GPUs torch can use. If the output shows another number, the result is empty.
+    count: how many GPUs torch can use. If the output lists a different number of GPUs, the result is ().
     """
     plain = re.sub(r"\x1b\[[\d;]*m", "", topology)
     rows = [line.split() for line in plain.splitlines() if re.match(r"GPU\d+\s+(X|NV|SYS|NODE|PHB|PXB|PIX)", line)]
@@ -168,7 +169,7 @@ def variables() -> dict[str, str]:
 
 
 def host() -> str:
-    """Return one line of text about this machine: Python's version, the system, CPU cores and memory. No host name."""
+    """Return a line about this machine: Python's version, the system, CPU cores and memory, but not the host name."""
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
     system = f"{platform.system()} {platform.release()} {platform.machine()}"
     return f"Python {platform.python_version()}, {system}, {os.cpu_count()} cores, {memory:.0f} GiB"

@@ -15,7 +15,6 @@ own forward runs.
 
 from __future__ import annotations
 
-import functools
 import logging
 from collections.abc import Iterable
 from typing import Any
@@ -24,7 +23,7 @@ import torch
 from torch import Tensor
 
 from ...engine.base.torch_internals import functorch_transforms_active
-from ...engine.blocks.sharded_module import OnlyWhileSharded, extend_class
+from ...engine.blocks.sharded_module import OnlyWhileSharded, extend_module
 from ..experts.sorted import FACTORS, Factors, can_sort, sort_experts
 
 _log = logging.getLogger("hf_bmtrain")
@@ -35,16 +34,16 @@ _logged: set[str] = set()
 
 
 class SplitWrapper(OnlyWhileSharded):
-    """Base class of PEFT's wrappers of stacks of experts (3-D weights) that compute their adapters separately.
+    """Base class for PEFT's wrapper around a stack of experts (a 3-D weight), with a forward that takes less memory.
 
     `split_adapters` replaces the class of such a wrapper by a subclass of this class and of PEFT's class. PEFT's own
     forward adds the product of the adapter's matrices to the stack, which takes memory. The forward of this class
-    leaves the stack unchanged. It passes the matrices to the forward of the experts in a keyword argument, and the
-    experts multiply by them.
+    leaves the stack unchanged. It passes the matrices to the forward of the experts in a keyword argument, and that
+    forward multiplies by them.
 
     If several stacks of one module have adapters, PEFT nests their wrappers, and each wrapper adds its matrices to that
-    keyword argument. PEFT's own forward runs if this is not possible, for example for adapters that are merged or
-    disabled, or for DoRA.
+    keyword argument. PEFT's own forward runs if the experts cannot multiply by the matrices, for example if the
+    adapters are merged or disabled, or use DoRA.
 
     Attributes:
         base_layer: the module of experts, or another wrapper around it.
@@ -65,7 +64,7 @@ class SplitWrapper(OnlyWhileSharded):
 
 
 def split_adapters(modules: Iterable[torch.nn.Module]) -> int:
-    """Make LoRA adapters on stacks of experts take less memory: compute their products apart from the weights.
+    """Change PEFT's wrappers around stacks of experts, so that LoRA adapters on these stacks take less memory.
 
     A stack is a 3-D parameter with one matrix per expert. PEFT wraps a module with such a parameter in a ParamWrapper.
     The class of each such wrapper in `modules` is replaced in place by a subclass of SplitWrapper, whose forward does
@@ -80,15 +79,9 @@ def split_adapters(modules: Iterable[torch.nn.Module]) -> int:
     """
     wrappers: list[Any] = [module for module in modules if _is_wrapper(module)]
     for wrapper in wrappers:
-        wrapper.__class__ = _extended_class(type(wrapper))
+        extend_module(wrapper, SplitWrapper)
         sort_experts([wrapper.get_base_layer()])
     return len(wrappers)
-
-
-@functools.cache
-def _extended_class(cls: Any) -> Any:
-    """Return a subclass of SplitWrapper and `cls`, which replaces `cls` as the class of a wrapper."""
-    return extend_class(SplitWrapper, cls, {})
 
 
 def _is_wrapper(module: Any) -> bool:

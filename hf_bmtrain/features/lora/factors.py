@@ -22,7 +22,6 @@ a single rounding to bfloat16 1.7e-3).
 
 from __future__ import annotations
 
-import functools
 from typing import NamedTuple
 
 import torch
@@ -30,18 +29,17 @@ from torch import Tensor
 
 from ...engine.base.torch_internals import autocast_type
 
-_OFFERED = "dtype_out" in torch.ops.aten.addmm.overloads()  # whether products have `out_dtype=` (since torch 2.8)
-
 
 class Adapter(NamedTuple):
-    """The settings of one LoRA adapter (its matrices A and B) for a forward and its backward.
+    """The settings of one LoRA adapter, a pair of matrices A and B, for one forward and its backward.
 
     Attributes:
         scaling: the number by which the adapter's output is multiplied, including dropout's 1 / (1 - rate).
         rate: the probability with which dropout drops an element of the input.
         split: whether A and B are float32 and the layer computes in bfloat16. Each of A and B is then represented as a
             sum of two bfloat16 matrices, as the docstring of this file explains.
-        wide: whether the device can multiply 16-bit matrices with a float32 result.
+        wide: whether the device can multiply two 16-bit matrices and return their product in float32, not rounded to 16
+            bits. If it can, the gradients of float32 matrices A and B are not rounded.
         needs_a: whether A needs a gradient.
         needs_b: whether B needs a gradient.
     """
@@ -54,19 +52,8 @@ class Adapter(NamedTuple):
     needs_b: bool
 
 
-@functools.cache
-def has_wide_products(device: torch.device) -> bool:
-    """Return whether a product of 16-bit matrices on `device` can be computed as float32, without rounding to 16 bits.
-
-    If not, layers with float32 adapters that compute in bfloat16 without autocast keep PEFT's own forward, and float32
-    gradients of A and B are rounded to 16 bits first. On a CUDA device, the result depends on the GPU and on torch's
-    version. It is True for all other devices, where the matrices are converted to float32 before the product.
-    """
-    return device.type != "cuda" or (_OFFERED and torch.cuda.get_device_capability(device)[0] >= 8)
-
-
 def factors_of(a: Tensor, b: Tensor, dtype: torch.dtype, adapter: Adapter) -> tuple[Tensor, Tensor]:
-    """Convert an adapter's matrices A and B to the form in which `enter` and `add_products` take them.
+    """Convert an adapter's matrices A and B for use in `enter` and `add_products`.
 
     Args:
         a: A, (r, K).
@@ -92,32 +79,38 @@ def factors_of(a: Tensor, b: Tensor, dtype: torch.dtype, adapter: Adapter) -> tu
 
 
 def enter(x: Tensor, factor: Tensor, adapter: Adapter, rank: int, scaled: bool) -> Tensor:
-    """Return the product with the adapter's matrix that comes first: x Aᵀ in the forward, s dy B in the backward.
+    """Compute u, the first of the two products with an adapter's matrices: x Aᵀ in the forward, s dy B in the backward.
 
-    `add_products` then multiplies this result, u, by the other matrix. s is the adapter's scaling.
+    `add_products` then multiplies u by the other matrix: Bᵀ in the forward, A in the backward. s is the adapter's
+    scaling.
 
-    If the adapter is split (`Adapter.split`), each float32 matrix P is represented as the sum hi + lo of two bfloat16
-    matrices, and its factor is the stack of rows [hi; lo; hi; hi]. With hi and lo of the argument `factor`, the product
-    is p + q, where p = s x hiᵀ and q = s x loᵀ are computed in float32. p and q are then rounded to bfloat16: hi(p) and
-    hi(q) are the rounded values, and lo(p) = p - hi(p), rounded too. u has the columns [lo(p) | hi(p) | hi(q) | hi(p)].
-    Hence, with hi and lo of the other matrix,
+    If the adapter is split (`Adapter.split`), each float32 matrix is represented as the sum hi + lo of two bfloat16
+    matrices, and passed as a stack of rows [hi; lo; hi; hi]. u is then computed in these steps:
 
-        u @ [hi; lo; hi; hi] = lo(p) hi + hi(p) lo + hi(q) hi + hi(p) hi.
+    1. With the hi and lo of `factor`, compute p = s x hiᵀ and q = s x loᵀ in float32. So p + q is s x Aᵀ in the
+       forward, and s dy B in the backward.
+    2. Round to bfloat16: p to p1, the remainder p - p1 to p2, and q to q1.
+    3. Return u with the columns [p2 | p1 | q1 | p1].
 
-    hi(p) occurs twice, because it is multiplied by lo and by hi. The products lo(p) lo and hi(q) lo are left out: they
-    are about as small as the rounding errors.
+    Hence, with the hi and lo of the other matrix,
+
+        u @ [hi; lo; hi; hi] = p2 hi + p1 lo + q1 hi + p1 hi.
+
+    p1 occurs twice in u, because it is multiplied by lo and by hi. The products p2 lo and q1 lo are left out: they are
+    about as small as the rounding errors.
 
     Args:
         x: (rows, width): in the forward the layer's input, in the backward dy, the gradient of its output.
-        factor: A or Bᵀ, (r, width) or, if the adapter is split, the stack (4 r, width) that `factors_of` makes of it.
+        factor: A in the forward, Bᵀ in the backward, as returned by `factors_of`: (r, width) or, if the adapter is
+            split, the stack (4 r, width).
         adapter: the settings of the adapter.
         rank: the rank r of the adapter.
-        scaled: whether the result includes s. If the adapter is split, this argument is ignored, and the result
-            includes s in the forward, too: it is then s x Aᵀ.
+        scaled: whether u includes s: False in the forward, True in the backward. Ignored if the adapter is split: u
+            then includes s in both.
 
     Returns:
-        (rows, r). If the adapter is split, (rows, 4 r): four bfloat16 tensors (rows, r), side by side, in the order
-        above. The first three sum to the product.
+        u, (rows, r). If the adapter is split, (rows, 4 r) bfloat16: four tensors (rows, r), side by side, in the order
+        above. The first three sum to p + q.
     """
     if not adapter.split:
         return _scaled_product(x, factor.t(), adapter.scaling if scaled else 1.0)
@@ -135,12 +128,12 @@ def enter(x: Tensor, factor: Tensor, adapter: Adapter, rank: int, scaled: bool) 
 def _parts(values: Tensor) -> tuple[Tensor, Tensor]:
     """Return float32 `values` rounded to bfloat16, and the remainder, both as float32.
 
-    The values are rounded by integer arithmetic on their bits, because Inductor would remove a conversion to bfloat16
-    and back, and the remainder would then be zero.
+    The values are rounded by integer arithmetic on their bits and not by a conversion to bfloat16 and back, because
+    Inductor would remove the conversion, and the remainder would then be zero.
     """
     low = values - ((values.view(torch.int32) + 0x8000) & -0x10000).view(torch.float32)
     # `values - low` equals the rounded values. They are computed again, because torch 2.6 cannot concatenate the tensor
-    # above, which is a view with another dtype.
+    # above, which is a view with a different dtype.
     return values - low, low
 
 
@@ -151,20 +144,22 @@ def add_products(y: Tensor, us: list[Tensor], factors: list[Tensor], scalings: l
     of x's gradient that comes from the frozen layer, u = s dy B with the adapter's scaling s, and the factor is A. y is
     changed in place, except in compiled code.
 
-    With `split`, each float32 matrix is represented by a sum of bfloat16 matrices. Then u has 4 r columns, the factor
-    has 4 r rows, and u includes s in the forward, too.
+    If an adapter is split (`Adapter.split`), its float32 matrices are represented by sums of bfloat16 matrices. Its u
+    then has 4 r columns, its factor has 4 r rows, and its u includes s in the forward, too.
 
     Args:
         y: (rows, width).
-        us: for each adapter, the tensor u, (rows, r), as returned by `enter`. With `split`, its shape is (rows, 4 r).
-        factors: for each adapter, the matrix by which u is multiplied, (r, width), as returned by `factors_of`. With
-            `split`, (4 r, width).
-        scalings: for each adapter, the factor that u lacks: s in the forward without `split`, and otherwise 1.
-        split: whether all adapters are split (`Adapter.split`).
+        us: for each adapter, the tensor u, (rows, r), as returned by `enter`; (rows, 4 r) if the adapter is split.
+        factors: for each adapter, the matrix by which u is multiplied, (r, width), as returned by `factors_of`;
+            (4 r, width) if the adapter is split.
+        scalings: for each adapter, the number by which u @ factor is multiplied: s in the forward if the adapter is not
+            split, and otherwise 1, because u then includes s.
+        split: True if all adapters are split: one matrix product then adds all of them, so that y is rounded once.
+            False if none or only some are split: they are added one after another.
     """
     if split and len(us) > 1:
-        # Compute one product for all adapters, so that y is rounded once. It needs a single scaling, which is 1: u
-        # includes s if the adapter is split, so all scalings are 1.
+        # Compute one product for all adapters, so that y is rounded once. One product has one scaling. This is possible
+        # because all scalings are 1: with `split`, each u includes s.
         us, factors = [torch.cat(us, 1)], [torch.cat(factors)]
         scalings = scalings[:1]
     for u, factor, scaling in zip(us, factors, scalings, strict=True):
@@ -182,7 +177,7 @@ def draw_mask(x: Tensor, rate: float) -> Tensor:
     state.
     """
     if torch.compiler.is_compiling():
-        return torch.rand(x.shape, device=x.device) >= rate
+        return torch.rand(x.shape, dtype=torch.float32, device=x.device) >= rate
     return torch.empty(x.shape, dtype=torch.bool, device=x.device).bernoulli_(1 - rate)
 
 

@@ -27,7 +27,6 @@ Reference: Hu et al., "LoRA: Low-Rank Adaptation of Large Language Models" (2021
 
 from __future__ import annotations
 
-import functools
 import logging
 from collections.abc import Iterable
 from typing import Any, ClassVar
@@ -36,8 +35,14 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
-from ...engine.base.torch_internals import autocast_type, functorch_transforms_active, has_global_hooks
-from ...engine.blocks.sharded_module import OnlyWhileSharded, extend_class
+from ...engine.base.torch_internals import (
+    autocast_type,
+    functorch_transforms_active,
+    has_global_hooks,
+    has_hooks,
+    has_wide_products,
+)
+from ...engine.blocks.sharded_module import OnlyWhileSharded, extend_module
 from ...engine.tensors.backward import double_backward
 from .factors import (
     Adapter,
@@ -48,15 +53,13 @@ from .factors import (
     factors_of,
     gradient_of_a,
     gradient_of_b,
-    has_wide_products,
 )
 
 _log = logging.getLogger("hf_bmtrain")
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _LAYERS = (("peft.tuners.lora.layer", "Linear"), ("peft.tuners.lora.bnb", "Linear4bit"))
 COMPILES = torch.__version__ >= "2.11"
-"""Whether torch compiles a FusedLoraLinear without graph breaks. If not (torch 2.6), compiled blocks keep PEFT's
-layers."""
+"""Whether torch compiles a FusedLoraLinear without graph breaks. If not (before torch 2.11), compiled blocks keep
+PEFT's layers."""
 _logged: set[str] = set()
 
 
@@ -69,20 +72,21 @@ class FusedLoraLinear(OnlyWhileSharded):
     * No adapter is active, or the adapters are disabled or merged.
     * It computes in float32.
     * A transform of torch.func is active.
-    * It is compiled, because torch.compile fuses PEFT's forward equally well. A compiled layer runs the fused forward
-      only if all its adapters are float32, and it computes in bfloat16 without autocast (the mode *split* in this
-      file's docstring).
+    * It is compiled, because torch.compile fuses PEFT's forward equally well. Exception: if all its adapters are
+      float32, and it computes in bfloat16 without autocast (the mode *split* in this file's docstring), a compiled
+      layer runs the fused forward, too.
 
     Attributes:
         base_layer: the frozen layer.
-        wide: whether the device can multiply 16-bit matrices with a float32 result.
+        wide: whether the device can multiply two 16-bit matrices and return their product in float32, not rounded to 16
+            bits.
     """
 
     base_layer: Any
     wide: ClassVar[bool]
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        found = "forward was called with other arguments besides the input" if args or kwargs else _adapters_of(self, x)
+        found = "forward was called with more arguments than the input" if args or kwargs else _adapters_of(self, x)
         if isinstance(found, str):
             if found and not torch.compiler.is_compiling():
                 _log_once(found, self)
@@ -111,21 +115,12 @@ def fuse_lora(modules: Iterable[torch.nn.Module], device: torch.device | None = 
     wide = device is None or has_wide_products(device)
     found = [module for module in modules if _is_lora(module)]
     for module in found:
-        module.__class__ = _extended_class(type(module), wide)
+        extend_module(module, FusedLoraLinear, wide=wide)
     return len(found)
 
 
-@functools.cache
-def _extended_class(cls: Any, wide: bool) -> Any:
-    """Return a subclass of FusedLoraLinear and `cls`, which replaces PEFT's class `cls` as the class of a layer.
-
-    wide: whether the device can multiply 16-bit matrices with a float32 result; stored as the class attribute `wide`.
-    """
-    return extend_class(FusedLoraLinear, cls, {"wide": wide})
-
-
 def _is_lora(module: Any) -> bool:
-    """Return whether `module` is PEFT's LoRA layer around a linear layer or transformers' Conv1D, not yet fused."""
+    """Return whether `module` is a PEFT LoRA layer around a linear layer or transformers' Conv1D, and not yet fused."""
     cls = type(module)
     if (cls.__module__, cls.__name__) not in _LAYERS or isinstance(module, FusedLoraLinear):
         return False
@@ -136,10 +131,11 @@ Found = tuple[torch.dtype, tuple[Adapter, ...], list[Tensor]]
 
 
 def _adapters_of(layer: Any, x: Tensor) -> Found | str:
-    """Return what the fused forward of a LoRA layer needs, or a string if PEFT's own forward must run instead.
+    """Return the values that the fused forward of a LoRA layer needs, or a string if PEFT's own forward must run.
 
-    The fused forward needs (the dtype in which it computes, a tuple with the settings of each active adapter, a list of
-    their matrices A₁, B₁, A₂, B₂ and so on). The string is the reason to log, or "" if nothing is to be logged.
+    The values are (the dtype in which the fused forward computes, a tuple with the settings of each active adapter, a
+    list of the adapters' matrices A₁, B₁, A₂, B₂ and so on). The string is the reason, which the caller logs, or "" if
+    nothing is to be logged.
 
     layer: the LoRA layer.
     x: the input of its forward.
@@ -156,7 +152,7 @@ def _adapters_of(layer: Any, x: Tensor) -> Found | str:
         return ""
     if not x.is_floating_point() or x.is_nested:
         return "the input is a nested tensor, or its dtype is not floating-point"
-    if has_global_hooks() or _has_hooks(base):
+    if has_global_hooks() or has_hooks(base):
         return "hooks are registered on the base layer, or globally for all modules"
     dtype, rounds = x.dtype, False
     kind = autocast_type(x.device)
@@ -168,7 +164,10 @@ def _adapters_of(layer: Any, x: Tensor) -> Found | str:
     elif x.dtype != base.weight.dtype:
         return f"the input is {x.dtype}, but the base layer's weight is {base.weight.dtype}"
     if not _returns(base, x.dtype, dtype):
-        return f"the base layer, a bitsandbytes layer, computes in {base.compute_dtype}, but the input is {x.dtype}"
+        return (
+            f"the base layer, a bitsandbytes layer, has input {x.dtype} and compute_dtype {base.compute_dtype}, but "
+            f"both must be {dtype}"
+        )
     adapters, matrices = [], []
     for name in names:
         a, b, dropout, scaling = layer.lora_A[name], layer.lora_B[name], layer.lora_dropout[name], layer.scaling[name]
@@ -181,7 +180,7 @@ def _adapters_of(layer: Any, x: Tensor) -> Found | str:
             return "the adapter's scaling is a tensor"
         if not (_is_plain(a) and _is_plain(b)):
             return "A or B has a custom forward"
-        if _has_hooks(a) or _has_hooks(b) or _has_hooks(dropout):
+        if has_hooks(a) or has_hooks(b) or has_hooks(dropout):
             return "hooks are registered on A, B or the dropout"
         if a.bias is not None or b.bias is not None:
             return "the adapter has a bias (lora_bias=True)"
@@ -211,11 +210,7 @@ def _log_once(reason: str, layer: Any) -> None:
         _logged.add(reason)
         name = getattr(layer, "_bmt_name", "")  # set only on rank 0, so other ranks do not log
         if name:
-            _log.info("LoRA layers, such as '%s', run PEFT's own forward, which is slower, because %s", name, reason)
-
-
-def _has_hooks(module: torch.nn.Module) -> bool:
-    return any(getattr(module, hooks) for hooks in _HOOKS)
+            _log.info("LoRA layers, such as '%s', run PEFT's own forward, which is slower. Reason: %s", name, reason)
 
 
 def _rate(dropout: torch.nn.Module) -> float | None:
@@ -235,10 +230,10 @@ def _is_plain(module: torch.nn.Module) -> bool:
 
 
 def _is_supported(base: torch.nn.Module) -> bool:
-    """Return whether `base` computes the same as torch.nn.Linear or transformers' Conv1D.
+    """Return whether `base` computes the same as torch.nn.Linear or transformers' Conv1D, in any dtype.
 
-    The dtype in which it computes does not matter. True for bitsandbytes' Linear4bit while its weight is unpacked to a
-    floating-point tensor, as it is while its block (transformer layer) runs.
+    Also True for bitsandbytes' Linear4bit while its weight is unpacked to a floating-point tensor, which is the case
+    while the block (transformer layer) that contains it runs.
     """
     if _is_plain(base):
         return True
@@ -248,7 +243,7 @@ def _is_supported(base: torch.nn.Module) -> bool:
 
 
 def _is_four_bit(base: Any) -> bool:
-    """Return whether `base` is bitsandbytes' Linear4bit whose 4-bit weight is unpacked to a floating-point tensor."""
+    """Return whether `base` is a bitsandbytes Linear4bit whose 4-bit weight is unpacked to a floating-point tensor."""
     return type(base).__name__ == "Linear4bit" and hasattr(base, "compute_dtype") and base.weight.is_floating_point()
 
 

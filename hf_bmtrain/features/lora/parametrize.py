@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
@@ -10,7 +9,7 @@ from typing import Any
 import torch
 
 from ...engine.base.torch_internals import preserve_version
-from ...engine.blocks.sharded_module import OnlyWhileSharded, extend_class
+from ...engine.blocks.sharded_module import OnlyWhileSharded, extend_module
 
 
 class UncountedWrapper(OnlyWhileSharded):
@@ -19,9 +18,10 @@ class UncountedWrapper(OnlyWhileSharded):
     During the forward, PEFT registers a torch parametrization of the parameter, which has two effects:
 
     * The full parameter is copied onto itself. No value changes, but torch's counter of in-place writes increases, and
-      for a sharded parameter a write in the forward is an error. So this class keeps the counter as it was.
-    * In `_parameters` of its module, the parameter is replaced. So this class puts the parameter back there after the
-      forward.
+      for a sharded parameter a write in the forward is an error. So this class restores the counter.
+    * The parameter is removed from the `_parameters` of the module that owns it. When the parametrization ends, torch
+      puts the full parameter there, even if the local one was there before. So after the forward, this class restores
+      the earlier entry.
     """
 
     def _activate_lora(self, *args: Any, **kwargs: Any) -> AbstractContextManager[None]:
@@ -29,28 +29,23 @@ class UncountedWrapper(OnlyWhileSharded):
 
 
 def let_parametrize(model: torch.nn.Module) -> None:
-    """Let PEFT's wrappers in `model` add adapters to sharded parameters (`target_parameters`) by parametrizations.
+    """Make PEFT's `target_parameters` (adapters added to parameters by parametrization) work on sharded parameters.
 
-    `auto_wrap` calls this. PEFT's wrapper registers a torch parametrization of its parameter in each forward, which
-    counts as a write to the full parameter. For a sharded parameter, such a write is an error. Therefore the class of
-    each wrapper is changed, in place, to one that also inherits from UncountedWrapper.
+    `auto_wrap` calls this. In each forward, PEFT's wrapper registers a torch parametrization of its parameter. This
+    counts as a write to the full parameter, and for a sharded parameter such a write is an error. Therefore the class
+    of each wrapper in `model` is changed, in place, to one that also inherits from UncountedWrapper.
     """
     for module in model.modules():
         if hasattr(module, "_activate_lora") and not isinstance(module, UncountedWrapper):
-            module.__class__ = _extended_class(type(module))
-
-
-@functools.cache
-def _extended_class(cls: Any) -> Any:
-    """Return a subclass of UncountedWrapper and `cls`, which replaces `cls` as the class of a wrapper."""
-    return extend_class(UncountedWrapper, cls, {})
+            extend_module(module, UncountedWrapper)
 
 
 @contextmanager
 def _uncounted(activated: AbstractContextManager[Any], wrapper: Any) -> Iterator[None]:
     """Return a context that enters `activated`, but preserves torch's counter of writes to the wrapped parameter.
 
-    At its end, it also puts the parameter back into `_parameters` of its module, where `activated` replaces it.
+    At its end, the context also puts the parameter back into the `_parameters` of its module, in which `activated` has
+    replaced it.
 
     activated: PEFT's context, in which the adapter is added to the parameter.
     wrapper: PEFT's wrapper of the parameter.

@@ -12,8 +12,9 @@ import torch
 import torch.nn.functional as F
 
 from ...engine.base.arguments import expect_module
-from ...engine.base.torch_internals import pytree
-from ...engine.blocks.sharded_module import STAYS, extend_class
+from ...engine.base.torch_internals import has_hooks, pytree
+from ...engine.blocks.distributed_module import DistributedModule, distribute
+from ...engine.blocks.sharded_module import STAYS, extend_class, own_class
 from .fused import linear_cross_entropy
 
 _log = logging.getLogger("hf_bmtrain")
@@ -25,16 +26,16 @@ def fuse_causal_loss(model: torch.nn.Module) -> bool:
     """Make `model(input_ids, labels=...)` compute its training loss in chunks, without storing the full logits.
 
     The output's `loss` is the one that the model itself would compute, with the same shift of the labels and the same
-    `num_items_in_batch`. The output has no logits: `output.logits` is None, and a tuple has one entry less. Calls
-    without labels, or in `model.eval()`, do not change.
+    `num_items_in_batch`. The output has no logits: `output.logits` is None, and an output tuple does not contain them.
+    Calls without labels, or in `model.eval()`, do not change.
 
     The model's own forward runs, but its head (the output layer) returns a placeholder instead of logits. The
     placeholder records what the model does with the logits: scaling (Cohere, Granite), soft-capping (Gemma), casts to
     float32, reshaping and slicing of rows. When the model calls cross_entropy, the loss is computed in chunks. Any
     other operation makes the head compute the full logits, and the log names that operation once.
 
-    Deep copies of the model compute their loss in the same way, also with another head, such as one with more rows. If
-    that is impossible with this head, the log gives the reason.
+    Deep copies of the model compute their loss in the same way. So does a model that gets a different head later, such
+    as one with more rows. If that is impossible with the new head, the log gives the reason.
 
     Args:
         model: a model whose forward takes `labels`, and whose `get_output_embeddings()` is a plain `torch.nn.Linear`
@@ -49,7 +50,9 @@ def fuse_causal_loss(model: torch.nn.Module) -> bool:
     head: Any = find_head() if callable(find_head) else None
     reason = _why_not(model, head)
     if reason:
-        _log.warning("fuse_causal_loss leaves %s unchanged, so it stores full logits: %s", type(model).__name__, reason)
+        _log.warning(
+            "fuse_causal_loss leaves %s unchanged, so full logits are stored, because %s", type(model).__name__, reason
+        )
         return False
     _convert(head)
     if _arm not in model._forward_pre_hooks.values():
@@ -60,17 +63,23 @@ def fuse_causal_loss(model: torch.nn.Module) -> bool:
 
 
 class ChunkedHead:
-    """A model's output layer that can return a placeholder (`UnbornLogits`) instead of logits.
+    """A model's output layer that can return an `UnbornLogits` object instead of logits.
 
-    The placeholder stores the layer's input, the hidden states. When the model passes it to cross_entropy, the loss is
-    computed in chunks of rows, so that the full logits are never in memory.
+    `fuse_causal_loss` turns the output layer of a model into such a layer.
 
-    The layer returns the placeholder only while the attribute `_bmt_armed` is True, which is during a training forward
-    with labels. Otherwise it returns logits. Called with a second argument, a function of hidden states, weight and
-    bias, it returns the result of this function: the placeholder computes the loss by such a call.
+    The `UnbornLogits` object stores the layer's input, the hidden states. When the model passes the object to torch's
+    cross_entropy, the loss is computed in chunks of rows, so that the full logits are never in memory.
 
-    If the model applies an unsupported operation to the returned object, the full logits are computed. The first time,
-    a warning is logged and the layer's attribute `_bmt_warned` is set to True, so that the warning is not repeated.
+    The layer returns such an object only while its attribute `_bmt_armed` is True, which is during a training forward
+    with labels. Otherwise it returns logits.
+
+    To compute the loss, the object calls the layer again, with a second argument: a function that computes the loss
+    from the hidden states, the layer's weight and its bias. The layer calls this function and returns the loss. Because
+    this happens inside a call of the layer, a sharded weight is all-gathered and resharded, and its gradient is
+    reduced, as in any call of a sharded module.
+
+    If the model applies an unsupported operation to the object, the full logits are computed. The first time, a warning
+    is logged, and the layer's attribute `_bmt_warned` is set to True, so that the warning is not repeated.
     """
 
     _bmt_armed: bool = False
@@ -96,7 +105,7 @@ class UnbornLogits:
     """A placeholder for logits: `head(hidden) * scale`, or with a softcap `cap * tanh(head(hidden) * scale)`.
 
     torch's functions accept it in place of a tensor. cross_entropy computes the loss in chunks. Scaling, tanh,
-    reshaping and slicing of rows return another placeholder. For every other function, the full logits are computed
+    reshaping and slicing of rows return a new placeholder. For every other function, the full logits are computed
     and passed instead.
 
     Args:
@@ -151,7 +160,8 @@ class UnbornLogits:
                 hidden, head, target, bias, class_weight=weight, softcap=self._cap or 0.0, **options
             )
 
-        # Computed in a call of the head, so that its parameters are gathered, freed and reduced as usual.
+        # The loss is computed inside a call of the head, so that the head's parameters are all-gathered and resharded,
+        # and their gradients reduced, as in any call of a sharded module.
         return self._head(self._hidden, loss)
 
     @classmethod
@@ -171,7 +181,7 @@ class UnbornLogits:
     def _is_usual_loss(self, args: tuple, kwargs: dict) -> bool:
         """Return whether the loss of this call of F.cross_entropy can be computed in chunks.
 
-        That is so for logits (N, V) and class indices (N,), without deprecated arguments.
+        It can for logits (N, V) and class indices (N,), without deprecated arguments.
 
         args, kwargs: the arguments of F.cross_entropy. The first one is this placeholder.
         """
@@ -276,14 +286,22 @@ def _why_not(model: torch.nn.Module, head: Any) -> str | None:
     changed = foreign or forward is not torch.nn.Linear.forward or "forward" in head.__dict__
     if not isinstance(head, torch.nn.Linear) or changed:
         return f"its head is a {type(head).__module__}.{type(head).__qualname__}, not a plain torch.nn.Linear"
-    if head._forward_hooks or head._forward_pre_hooks or head._backward_hooks or head._backward_pre_hooks:
+    if has_hooks(head):
         return "its head has hooks, which need the logits"
     return None
 
 
 def _convert(head: Any) -> None:
-    """Make a model's output layer a ChunkedHead, unless it is one."""
-    if not isinstance(head, ChunkedHead):
+    """Make a model's output layer a ChunkedHead, unless it is one already.
+
+    A sharded layer gets the same class as a layer that was converted first and sharded afterwards. So the class that
+    `own_class` returns for it, which is the class of its deep copies and pickles, is a ChunkedHead, too.
+    """
+    if isinstance(head, DistributedModule) and not isinstance(head, ChunkedHead):
+        schedule = head._schedule
+        head.__class__ = _chunked_class(own_class(head))
+        distribute(head, schedule)
+    elif not isinstance(head, ChunkedHead):
         head.__class__ = _chunked_class(type(head))
     vars(head).setdefault(_ARMED, False)
 
@@ -295,10 +313,10 @@ def _arm(model: Any, args: tuple, kwargs: dict) -> None:
         labels = inspect.signature(model.forward).bind_partial(*args, **kwargs).arguments.get("labels")
     head, fuses = model.get_output_embeddings(), model.training and labels is not None
     known = _ARMED in getattr(head, "__dict__", ())
-    if fuses and not known:  # the head of a deep copy, or another one than before, for example a resized one
+    if fuses and not known:  # the head of a deep copy, or a head that has replaced the earlier one (as in a resize)
         reason = _why_not(model, head)
         if reason:
-            _warn_once("fuse_causal_loss: full logits of %s are computed now: %s", type(model).__name__, reason)
+            _warn_once("fuse_causal_loss: %s stores full logits from now on, because %s", type(model).__name__, reason)
             return
         _convert(head)
     if fuses or known:
@@ -315,7 +333,7 @@ def _disarm(model: Any, args: tuple, kwargs: dict, output: Any) -> Any:
         head._bmt_armed = False
     if isinstance(output, tuple):
         return type(output)(value for value in output if not isinstance(value, UnbornLogits))
-    if isinstance(output, dict):  # a ModelOutput: its entries cannot be set to None, so they are left out
+    if isinstance(output, dict):  # a ModelOutput: rebuild it without UnbornLogits, so that their fields are None
         return type(output)(**{key: value for key, value in output.items() if not isinstance(value, UnbornLogits)})
     return output
 

@@ -98,7 +98,7 @@ class Criterion:
         Returns:
             The factor, (1,) float32, on the device of the targets.
         """
-        one = torch.ones(1, device=targets.device)
+        one = torch.ones(1, dtype=torch.float32, device=targets.device)
         if self.reduction != "mean":
             return one
         if self.num_items is None:

@@ -16,7 +16,7 @@ from torch import Tensor
 from ...engine.base.arguments import expect, expect_number
 from ...engine.base.launch import C_NAMES, Variant, kernel, shared_memory_limit
 
-SCRATCH = 640  # bytes of shared memory besides the row's copy, equal to SCRATCH (40 x 16) in kernels/cross_entropy.cu
+SCRATCH = 640  # bytes of shared memory beside the row's copy; must equal SCRATCH (40 x 16) in kernels/cross_entropy.cu
 SHARE = 72 << 10  # maximum bytes of a row per thread block, so that three thread blocks fit in the 227 KiB of an SM
 BYTES_A_THREAD = 256  # bytes of a row per thread, which loads sixteen 16-byte vectors concurrently
 # 16-byte vectors of a row per thread block, for kernels that copy no row to shared memory (gradient, rescale)
@@ -25,12 +25,13 @@ PART_VECTORS = 2048
 
 @cache
 def gradient_variant(dtype: torch.dtype, general: bool, weighted: bool) -> Variant:
-    """Return the CUDA source kernels/cross_entropy_gradient.cu with the macros for these arguments.
+    """Return the Variant to pass to `kernel` for the kernels that compute a gradient, or rescale it.
 
-    Its kernels compute or rescale a gradient.
+    It consists of the CUDA source kernels/cross_entropy_gradient.cu and the macros with which it is compiled. Each
+    combination of arguments is compiled separately, so that the kernels contain only the code that is used.
 
     dtype: the dtype of the logits and of their gradient.
-    general: whether the kernels support label smoothing, class weights and a softcap.
+    general: whether to compile the code for label smoothing, class weights and a softcap. False if none is used.
     weighted: whether there are class weights. If so, `general` must be True.
     """
     macros = ("ELEMENT", C_NAMES[dtype]), ("GENERAL", str(int(general))), ("WEIGHT", "float" if weighted else "none")
@@ -39,31 +40,19 @@ def gradient_variant(dtype: torch.dtype, general: bool, weighted: bool) -> Varia
 
 @cache
 def rows_variant(dtype: torch.dtype, general: bool, weighted: bool, cluster: int) -> Variant:
-    """Return the CUDA source kernels/cross_entropy.cu with the macros for these arguments.
+    """Return the Variant to pass to `kernel` for the kernels that compute losses, without or with the gradient.
 
-    One of its kernels computes the losses, the other also the gradient.
+    It consists of the CUDA source kernels/cross_entropy.cu and the macros with which it is compiled. The source has two
+    kernels: one computes only the losses, and the other computes the losses and the gradient. Each combination of
+    arguments is compiled separately, so that the kernels contain only the code that is used.
 
     dtype: the dtype of the logits.
-    general: whether the kernels support label smoothing, class weights and a softcap.
+    general: whether to compile the code for label smoothing, class weights and a softcap. False if none is used.
     weighted: whether there are class weights. If so, `general` must be True.
     cluster: the number of thread blocks that process a row together: 1, 2, 4 or 8.
     """
     macros = gradient_variant(dtype, general, weighted).macros
     return Variant("cross_entropy", (("CLUSTER", str(cluster)), *macros))
-
-
-def variants(arch: int) -> list[Variant]:
-    """Return all variants of this module's CUDA sources, that is, all combinations of their macros.
-
-    Tests use it to compile every variant. Training compiles only those that it launches.
-
-    arch: the GPU's compute capability (90 is 9.0). Below 90, there are no thread block clusters, so there are fewer
-        variants.
-    """
-    clusters = (1, 2, 4, 8) if arch >= 90 else (1,)
-    kinds = [(dtype, *kind) for dtype in C_NAMES for kind in ((False, False), (True, False), (True, True))]
-    rows = [rows_variant(*kind, cluster) for kind in kinds for cluster in clusters]
-    return [gradient_variant(*kind) for kind in kinds] + rows
 
 
 class Plan(NamedTuple):
@@ -83,9 +72,10 @@ class Plan(NamedTuple):
 def plan(row_bytes: int, clusters: bool, shared_limit: int) -> Plan:
     """Return how a kernel divides each row of logits: the number of thread blocks, their threads and shared memory.
 
-    A row is divided between 1, 2, 4 or 8 thread blocks: the fewest with which three thread blocks fit on an SM, or 8 if
-    they never fit. A thread block copies its part of the row to shared memory. What does not fit there is read from
-    global memory twice.
+    A row is divided between 1, 2, 4 or 8 thread blocks, and each of them copies its part of the row to shared memory.
+    The number of thread blocks is the smallest for which a part has at most `SHARE` bytes (72 KiB), so that the shared
+    memory of an SM has room for three thread blocks. It is 8 if even an eighth of the row is larger. What does not fit
+    into the shared memory of a thread block is read from global memory twice.
 
     Args:
         row_bytes: the size of a row in bytes.
@@ -111,8 +101,8 @@ class CrossEntropy:
     reduction, with the z_loss of PaLM (Chowdhery et al. 2022).
 
     A row whose target is `ignore_index` has loss 0 and gradient 0. A target outside 0 .. V - 1 has loss NaN and
-    gradient 0. A logit of -inf means that the class has probability 0; logits below -2e38 count as -inf. If a logit is
-    NaN or +inf, the loss and gradient of its row are NaN.
+    gradient 0. If z_j is -inf, class j has probability 0; values below -2e38 count as -inf. If a z_j is NaN or +inf,
+    the loss and gradient of its row are NaN. (With a softcap, logits of -inf and +inf become -softcap and +softcap.)
 
     `class_weight` is (V,) float32, or None. The methods take these arguments:
         logits         (N, V) float32, float16 or bfloat16; rows contiguous, any row stride and alignment
@@ -142,7 +132,7 @@ class CrossEntropy:
             )
 
     def count(self, targets: Tensor) -> Tensor:
-        """Return the divisor of a mean of the rows' losses, if the user gives no divisor: a tensor (1,) float32.
+        """Return the default divisor of the mean of the rows' losses: a tensor (1,) float32.
 
         Without class weights, it is the number of targets that are not ignored. With class weights, it is the sum of
         the weights of these targets.
@@ -198,11 +188,11 @@ class CrossEntropy:
 
         Args:
             logits: (N, V).
-            targets: (N,), the class of each row.
+            targets: (N,) int64, the class of each row.
             lses: (N,) float32, the log-sum-exp of each row, as `losses` has returned it.
             scale: (1,) or (N,) float32, the factor of each row's loss.
-            out: (N, V), with the same dtype, row stride and 16-byte alignment as the logits. None overwrites the
-                logits.
+            out: (N, V), with the same dtype and row stride as the logits, and the same `data_ptr() % 16`. None
+                overwrites the logits.
         """
         self._check(logits, targets)
         _check_scale("scale", scale, logits)
@@ -354,7 +344,7 @@ def rescale_(gradient: Tensor, wanted: Tensor, used: Tensor) -> None:
         return
     if not gradient.is_cuda:
         factor = torch.where((wanted == used) | (used == 0), torch.ones_like(used), wanted / used)
-        gradient.copy_(gradient.float() * factor[:, None])
+        torch.mul(gradient, factor[:, None], out=gradient)
     elif gradient.shape[0] > 0:
         parts = _parts(gradient)
         launch = kernel(gradient_variant(gradient.dtype, False, False), "rescale", gradient.device)

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from ...engine.base.arguments import expect_flag, expect_tensor
+from ...engine.base.launch import C_NAMES
 from .criterion import Criterion, NumItems, criterion, refuse_double_backward
 from .cross_entropy import rescale_
-from .linear import DTYPES, linear_cross_entropy
+from .linear import linear_cross_entropy
 from .parallel import parallel_cross_entropy
 
 __all__ = ["FusedCrossEntropy", "cross_entropy", "linear_cross_entropy"]
@@ -17,12 +20,12 @@ __all__ = ["FusedCrossEntropy", "cross_entropy", "linear_cross_entropy"]
 class FusedCrossEntropy(torch.nn.Module):
     """Cross entropy between logits and class indices, computed in float32 even for half-precision logits.
 
-    One kernel computes the losses in forward. By default, another computes the gradient in backward, as a new tensor.
-    With `inplace`, the gradient is written over the logits instead.
+    On a GPU, one kernel computes the losses in forward. By default, a second kernel computes the gradient in backward,
+    as a new tensor. With `inplace`, the gradient is written over the logits instead.
 
     Args:
-        weight: one weight per class, shape (C,), any floating dtype. The mean divides by the sum of the targets'
-            weights, unless `forward` gets another divisor (`num_items_in_batch`). None weights all classes equally.
+        weight: one weight per class, shape (C,), any floating-point dtype. The mean divides by the sum of the targets'
+            weights, unless `forward` gets a divisor (`num_items_in_batch`). None weights all classes equally.
         ignore_index: targets with this value contribute neither to the loss nor to the gradient.
         reduction: "mean" over the targets that are not ignored, "sum", or "none".
         label_smoothing: the weight, in [0, 1], of the uniform distribution over all classes in each target.
@@ -130,14 +133,14 @@ def cross_entropy(
 ) -> Tensor:
     """Compute the cross entropy between logits and class indices, in float32, by the kernels of `FusedCrossEntropy`.
 
-    One kernel computes the losses in forward, and another the gradient in backward, as a new tensor. With `inplace`,
-    the gradient is written over the logits instead.
+    On a GPU, one kernel computes the losses in forward, and a second one the gradient in backward, as a new tensor.
+    With `inplace`, the gradient is written over the logits instead.
 
     Args:
         logits: (N, C) or (N, C, d...) float16, bfloat16 or float32; the gradient has the same dtype.
         targets: (N,) or (N, d...) class indices of any integer dtype, each in [0, C) or equal to `ignore_index`.
-        weight: (C,), one weight per class, any floating dtype, as in torch.nn.functional.cross_entropy. None weights
-            all classes equally.
+        weight: (C,), one weight per class, any floating-point dtype, as in torch.nn.functional.cross_entropy. None
+            weights all classes equally.
         ignore_index: targets with this value contribute neither to the loss nor to the gradient.
         reduction: "mean" over the targets that are not ignored, "sum", or "none".
         label_smoothing: the weight, in [0, 1], of the uniform distribution over all classes in each target.
@@ -169,7 +172,7 @@ def cross_entropy(
     expect_tensor("logits", logits)
     expect_tensor("targets", targets)
     expect_flag("inplace", inplace)
-    if logits.dtype not in DTYPES:
+    if logits.dtype not in C_NAMES:
         raise ValueError(f"logits must be float16, bfloat16 or float32, got {logits.dtype}")
     if logits.dim() < 2 or targets.shape != logits.shape[:1] + logits.shape[2:]:
         raise ValueError(
@@ -180,17 +183,19 @@ def cross_entropy(
         raise ValueError(f"logits of shape {tuple(logits.shape)} have no classes: dimension 1 is empty")
     targets = how.indices(targets, logits.shape[1])
     wanted = torch.is_grad_enabled() and logits.requires_grad
-    if inplace and wanted and logits.is_leaf:
-        raise ValueError(
-            "inplace=True writes the gradient over the logits, but these logits are a leaf tensor, whose values would "
-            "be lost. Use inplace=False, or pass the output of a layer."
-        )
+    if inplace and wanted:
+        base: Any = logits._base if logits._is_view() else logits
+        if logits.is_leaf or (base.is_leaf and base.requires_grad):
+            raise ValueError(
+                "inplace=True writes the gradient over the logits, but these logits are a leaf tensor or a view of "
+                "one, whose values would be lost. Use inplace=False, or pass the output of a layer."
+            )
     losses = _CrossEntropy.apply(_rows(logits), targets.reshape(-1).contiguous(), how, inplace, wanted)
     return losses.view(targets.shape) if reduction == "none" else losses
 
 
 class _CrossEntropy(torch.autograd.Function):
-    """Computes the loss, float32, (N,) or a scalar, of logits (N, C).
+    """Computes the loss of logits (N, C). The result is float32, (N,) or a scalar.
 
     targets: (N,) int64, contiguous.
     how: the Criterion, which contains the settings of the loss.

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from ...engine.base.arguments import expect_number, expect_tensor
+from ...engine.base.launch import C_NAMES
 from ...engine.base.torch_internals import autocast_type
 from ...engine.runtime.world import current_world
 from ...engine.sharding.on_demand import OnDemandGather
@@ -20,7 +21,6 @@ from .criterion import Criterion, NumItems, criterion, refuse_double_backward
 from .cross_entropy import rescale_
 from .wide_product import add_product
 
-DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]  # the gradients of hidden, weight and bias
 
 
@@ -48,8 +48,8 @@ def linear_cross_entropy(
 
     `weight` and `bias` may be parameters of a sharded model (`model.lm_head.weight`), inside or outside the model's
     forward. In this case, the function is collective: every rank must call it, because it all-gathers these parameters.
-    It frees them before it returns. When backward reaches the loss, their gradients are averaged over the ranks, as
-    those of all sharded parameters.
+    It reshards them before it returns, unless they were unsharded before the call. Their gradients are averaged over
+    the ranks, like those of all sharded parameters.
 
     Args:
         hidden: (..., H) float16, bfloat16 or float32.
@@ -68,10 +68,11 @@ def linear_cross_entropy(
         num_items_in_batch: the divisor of the mean, as a number or a tensor of one element; 0 counts as 1. None divides
             by this rank's number of targets that are not ignored in this call or, with `class_weight`, by the sum of
             these targets' weights. Must be None with reduction "sum" or "none".
-        chunk_bytes: the maximum number of bytes of logits in memory at a time; a chunk has at least one row. Between
-            forward and backward, the weight's gradient takes another 4 bytes per element, and the gradient of `hidden`
-            as much memory as `hidden`. If V is not a multiple of 8, the call also makes a padded copy of `weight`, and
-            frees it before it returns.
+        chunk_bytes: the maximum number of bytes of logits in memory at a time; a chunk has at least one row. The limit
+            does not include other memory. With reduction "mean" or "sum", the gradients stay in memory from the forward
+            to the backward: those of `weight` and `bias` in float32, and that of `hidden` in its own dtype or, under
+            autocast, in the autocast dtype. If V is not a multiple of 8, the call also makes a padded copy of `weight`,
+            and frees it before it returns.
 
     Returns:
         float32: a scalar, or a tensor of the targets' shape with reduction "none".
@@ -132,8 +133,8 @@ class _Work:
             scale: (1,) or (N,) float32, the factor of each row's loss. None computes no gradients.
 
         Returns:
-            The losses, (N,) float32, and the gradients of rows, weight and bias; a gradient is None if autograd does
-            not need it. The gradients of weight and bias are float32.
+            The losses, (N,) float32, and the gradients of rows, weight and bias. A gradient is None if autograd does
+            not need it, or if `scale` is None. The gradients of weight and bias are float32.
         """
         with _full(weight) as full, _full(bias) as shift, torch.autocast(autocast_type(rows.device), enabled=False):
             return self._chunks(rows.to(self.dtype), full, shift, targets, scale)
@@ -154,7 +155,8 @@ class _Work:
         d_weight, d_bias = None, losses.new_zeros(classes) if for_bias else None
         weight, bias = weight.to(self.dtype), None if bias is None else bias.to(self.dtype)
         # cuBLAS's products of 16-bit matrices take 6 times as long with 50,257 classes (GPT-2) as with 50,264, because
-        # an odd dimension excludes its fast kernels. So compute with up to 7 more classes, whose weights are 0.
+        # rows of 50,257 16-bit numbers are aligned to 2 bytes only, which excludes cuBLAS's fast kernels. So pad to a
+        # multiple of 8 classes (16 bytes) with classes whose weights are 0.
         more = -classes % 8
         if more:
             weight = pad(weight, (0, 0, 0, more))
@@ -175,7 +177,7 @@ class _Work:
             factor = scale if scale.numel() == 1 else scale[start : start + size]
             here.copy_(self.how.rows.losses_and_gradient_(logits, part, factor)[0])
             if more:
-                products[:, classes:].zero_()  # the padding is 0 * hidden states, which is NaN if one is inf or NaN
+                products[:, classes:].zero_()  # these are 0 * hidden states: NaN if a hidden state is inf or NaN
             if d_rows is not None:
                 torch.mm(products, weight, out=d_rows[start : start + size])
             if for_weight:
@@ -239,28 +241,28 @@ class _LinearCrossEntropy(torch.autograd.Function):
         if d_rows is not None:
             rescale_(d_rows, wanted, written)
             d_rows = d_rows.to(dtype)
-        ratio = torch.where(written == 0, 1.0, wanted / written)
-        return d_rows, _hand_over(weight, d_weight, ratio), _hand_over(bias, d_bias, ratio), None, None
+        d_weight, d_bias = (
+            _hand_over(parameter, gradient, wanted, written)
+            for parameter, gradient in ((weight, d_weight), (bias, d_bias))
+        )
+        return d_rows, d_weight, d_bias, None, None
 
 
-def _hand_over(parameter: Tensor, gradient: Tensor | None, ratio: Tensor) -> Tensor | None:
-    """Multiply the gradient of the weight or bias by `ratio`, and pass the product on to autograd or to a flat buffer.
+def _hand_over(parameter: Tensor, gradient: Tensor | None, wanted: Tensor, used: Tensor) -> Tensor | None:
+    """Multiply the gradient of the weight or bias by wanted / used, and pass it on to autograd or to a flat buffer.
 
     For a parameter of a sharded model, add the product to the gradient that the parameter's flat buffer will reduce,
     and return None. For any other parameter, return the product in the parameter's dtype, for autograd. Return None if
     `gradient` is None.
 
-    gradient: float32, of the parameter's shape; overwritten if the parameter is float32.
-    ratio: (1,) float32. The forward has computed `gradient` for a certain factor of the losses. `ratio` is the factor
-        that backward requires, which includes the incoming gradient, divided by the forward's factor.
+    gradient: float32, of the parameter's shape; overwritten.
+    wanted: (1,) float32, the factor of the losses that backward requires, which includes the incoming gradient.
+    used: (1,) float32, the factor for which the forward has computed `gradient`.
     """
     if gradient is None:
         return None
-    if parameter.dtype == torch.float32:
-        gradient.mul_(ratio)
-    else:
-        narrow = torch.empty_like(gradient, dtype=parameter.dtype)
-        gradient = torch.mul(gradient, ratio, out=narrow)  # rounds only once, to the parameter's dtype
+    rescale_(gradient.view(-1, gradient.shape[-1]), wanted, used)
+    gradient = gradient.to(parameter.dtype)  # after the factor was applied in float32, so that it is rounded once
     if not isinstance(parameter, DistributedParameter):
         return gradient
     _gather_of(parameter).collect(parameter.index, gradient)
@@ -275,8 +277,8 @@ def _gather_of(parameter: DistributedParameter) -> OnDemandGather:
 def _full(parameter: Tensor | None) -> Iterator[Any]:
     """Return a context that all-gathers a parameter of a sharded model, and yields the full parameter.
 
-    On exit, the parameter is resharded if it was sharded before. Collective for such a parameter. Any other tensor, or
-    None, is yielded unchanged.
+    On exit, the parameter is resharded if it was sharded before. Any other tensor, or None, is yielded unchanged.
+    Collective if `parameter` belongs to a sharded model: every rank must then enter the context.
     """
     if isinstance(parameter, DistributedParameter):
         with parameter.buffer.unsharded():
@@ -299,7 +301,7 @@ def chunk_rows(rows: int, row_bytes: int, budget: int) -> int:
 
 
 def _check(hidden: Tensor, weight: Tensor, targets: Tensor, bias: Tensor | None) -> None:
-    """Raise ValueError if the shape, dtype or device of an argument of `linear_cross_entropy` is not as documented."""
+    """Raise TypeError or ValueError if a tensor argument is not as the docstring of `linear_cross_entropy` requires."""
     for name, tensor in (("hidden", hidden), ("weight", weight), ("targets", targets)):
         expect_tensor(name, tensor)
     if bias is not None:
@@ -307,8 +309,8 @@ def _check(hidden: Tensor, weight: Tensor, targets: Tensor, bias: Tensor | None)
     shape = weight.shape
     if len(shape) != 2 or 0 in shape or hidden.dim() < 1 or hidden.shape[-1] != shape[1]:
         raise ValueError(
-            f"hidden of shape (..., H) needs a weight of shape (V, H); got hidden {tuple(hidden.shape)} and weight "
-            f"{tuple(shape)}"
+            f"weight must have shape (V, H) with V and H at least 1, and hidden shape (..., H); got weight "
+            f"{tuple(shape)} and hidden {tuple(hidden.shape)}"
         )
     if targets.shape != hidden.shape[:-1]:
         raise ValueError(
@@ -322,9 +324,11 @@ def _check(hidden: Tensor, weight: Tensor, targets: Tensor, bias: Tensor | None)
     tensors = {"hidden": hidden, "weight": weight} | ({} if bias is None else {"bias": bias})
     autocast = torch.is_autocast_enabled(autocast_type(hidden.device))
     dtypes = {tensor.dtype for tensor in tensors.values()}
-    if not dtypes <= set(DTYPES) or (len(dtypes) > 1 and not autocast):
+    if not dtypes <= C_NAMES.keys() or (len(dtypes) > 1 and not autocast):
         found = ", ".join(f"{name} {tensor.dtype}" for name, tensor in tensors.items())
         raise ValueError(f"hidden, weight and bias must share one dtype of float16, bfloat16, float32; got {found}")
     devices = {str(tensor.device) for tensor in (*tensors.values(), targets)}
     if len(devices) > 1:
-        raise ValueError(f"hidden, weight, bias and targets must be on one device, got {', '.join(sorted(devices))}")
+        raise ValueError(
+            f"hidden, weight, bias and targets must be on the same device, got {', '.join(sorted(devices))}"
+        )

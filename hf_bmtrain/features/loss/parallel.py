@@ -17,15 +17,16 @@ def parallel_cross_entropy_func(logits: Tensor, target: Tensor, label_smoothing:
     Collective: every rank must call it. Each rank of a group has the logits of its own classes, for the same rows.
     Without `tp_size`, this is the usual cross entropy.
 
-    All ranks of a group must compute the same total loss from the result. Backward does not communicate: each rank
-    multiplies its own gradient of the losses by their derivatives with respect to its own logits.
+    All ranks of a group must compute the same total loss from the result, because the backward does not communicate.
+    Each rank multiplies the gradient that it receives for the losses by the derivatives of the losses with respect to
+    its own logits.
 
     Args:
         logits: (..., classes / tp_size), floating, the logits of this rank's classes. They are the output of a
             ColumnParallelLinear or of the projection of a VPEmbedding.
-        target: (...) of any integer dtype, the class of each row, counted over all classes; the same on all ranks of a
-            group. A target of -100 has loss 0 and gradient 0. On CUDA, where a check would make the host wait, any
-            other target that is no class has loss NaN and gradient 0.
+        target: (...) of any integer dtype, the class of each row as an index into the classes of all ranks; the same on
+            all ranks of a group. A target of -100 has loss 0 and gradient 0. On CUDA, where a check would make the host
+            wait, any other target that is not a class has loss NaN and gradient 0.
         label_smoothing: the weight, in [0, 1], of the uniform distribution over all classes in each target.
 
     Returns:
@@ -34,7 +35,7 @@ def parallel_cross_entropy_func(logits: Tensor, target: Tensor, label_smoothing:
 
     Raises:
         TypeError: `label_smoothing` is not a number.
-        ValueError: `target` is not of an integer dtype, or has another shape than `logits` without the last dimension;
+        ValueError: `target` is not of an integer dtype, or is not of the shape of `logits` without the last dimension;
             `label_smoothing` is not in [0, 1]; or, on the CPU, a target is neither a class nor -100.
         RuntimeError: in backward, for create_graph=True.
     """
@@ -51,13 +52,13 @@ def parallel_cross_entropy(
 ) -> Tensor:
     """Return the cross entropy of logits whose classes are split over a tensor-parallel group, reduced as requested.
 
-    This is the implementation of `parallel_cross_entropy_func`, which does not reduce, and of FusedCrossEntropy with
-    `parallel=True`, which has the other settings. Collective: every rank must call it. The ranks of a tensor-parallel
-    group pass the same targets, each with the logits of its own classes.
+    This implements `parallel_cross_entropy_func`, which uses reduction "none", and FusedCrossEntropy with
+    `parallel=True`. Collective: every rank must call it. All ranks of a tensor-parallel group pass the same targets,
+    and each of them passes the logits of its own classes.
 
     Args:
         logits: (..., classes / tp_size), the logits of this rank's classes.
-        targets: (...) int, the class of each row, counted over the classes of all ranks of the group.
+        targets: (...) int, the class of each row, as an index into the classes of all ranks of the group.
         ignore_index: targets with this value contribute neither to the loss nor to the gradient.
         reduction: "mean" over the targets that are not ignored, "sum", or "none".
         label_smoothing: the weight, in [0, 1], of the uniform distribution over all classes in each target.
@@ -102,7 +103,7 @@ class _CrossEntropy(torch.autograd.Function):
         chosen, total, every = reduce(sums).unbind()
         log_total = total.log()
         loss = (1 - smoothing) * (log_total - chosen)
-        if smoothing:  # otherwise the term would be 0 * inf, which is NaN, if a logit is -inf
+        if smoothing:  # without smoothing, this term would be 0 * inf, which is NaN, if a logit is -inf
             loss = loss + smoothing * (log_total - every / classes)
         ignored, outside = target == ignore_index, (target < 0) | (target >= classes)
         ctx.save_for_backward(wide - log_total.unsqueeze(-1), index, others, ignored | outside)

@@ -5,6 +5,8 @@ from functools import cache
 
 import torch
 
+from ...engine.base.torch_internals import has_wide_products
+
 log = logging.getLogger(__name__)
 
 
@@ -37,15 +39,13 @@ def add_product(total: torch.Tensor | None, a: torch.Tensor, b: torch.Tensor) ->
 @cache
 def _wide_output(device: torch.device) -> bool:
     """Return whether the GPU `device` can multiply half-precision matrices with a float32 result; warn if not."""
-    offered = "dtype_out" in torch.ops.aten.addmm.overloads()
-    capability = torch.cuda.get_device_capability(device)
-    if offered and capability[0] >= 8:
+    if has_wide_products(device):
         return True
     log.warning(
         "linear_cross_entropy rounds the weight's gradient to half precision once per chunk, because torch %s on a GPU "
         "of compute capability %s cannot multiply half-precision matrices with a float32 result. The gradient is less "
         "accurate, and the loss is not affected. Torch 2.8 or newer and compute capability 8.0 or higher avoid this.",
         torch.__version__,
-        ".".join(map(str, capability)),
+        ".".join(map(str, torch.cuda.get_device_capability(device))),
     )
     return False

@@ -1,6 +1,6 @@
 """Let transformers make attention masks without reading tensors on the GPU.
 
-In each forward, models of transformers read the values of `attention_mask` or, if there is none, of `position_ids`, to
+In each forward, transformers' models read the values of `attention_mask` or, if there is none, of `position_ids`, to
 find out what kind of mask attention needs. For this read, the host waits until the GPU has done all earlier work, such
 as the last optimizer step. The GPU is then idle until the host has launched the first layers. This folder avoids the
 read in two cases in which its result is known:
@@ -8,9 +8,9 @@ read in two cases in which its result is known:
 * Without a mask, transformers reads `position_ids` to find out whether a row contains several packed sequences. If the
   caller passes no `position_ids`, most models count them in their forward: 0, 1, 2 and so on. Each row is then one
   sequence, so the positions are not read.
-* Transformers reads `attention_mask` to find out whether it has no zeros, because attention then needs no mask. A data
-  loader can check this earlier, while the mask is in host memory, and then call `note_full` for the mask's copy on the
-  GPU (`hf/run_ahead` does so). Such a copy is not read.
+* Transformers reads `attention_mask` to find out whether it has zeros. If not, attention needs no mask. A data loader
+  can check this earlier, while the mask is in host memory, and then call `note_full` for the mask's copy on the GPU
+  (`hf/run_ahead` does so). Such a copy is not read.
 
 In all other cases transformers reads the tensors as before. The outputs of models are the same in all cases.
 """
@@ -43,15 +43,21 @@ replaced while a forward runs."""
 _KNOWN_PARAMETERS = [["config", "inputs_embeds", MASK, cache, _POSITIONS] for cache in ("cache", "past_key_values")]
 """The names of the first five parameters of `_FUNCTION`, in the releases of transformers that this file supports."""
 _COUNTED = re.compile(rf"torch\.arange\([\w.,=\[\]() ]*\)(\[None, :\]| \+ \w+)?|{_POSITIONS}\.unsqueeze\(0\)")
-"""Matches the source code of an expression that counts positions from 0 or from the number of tokens in a cache, and of
-one that only adds a dimension to `position_ids`."""
+"""Matches the source code of two kinds of expressions: those that count positions, from 0 or from the number of tokens
+in a cache, and those that only add a dimension to `position_ids`."""
 
 
 class Masks(Extension):
-    """The part of `auto_wrap` that lets models of transformers make attention masks without reading tensors on the GPU.
+    """The part of `auto_wrap` that lets transformers' models make attention masks without reading tensors on the GPU.
 
-    It has no option. It adds hooks to the forwards of the model and of the models inside it, if they are models of
-    transformers. On the CPU, where reading a tensor does not make the host wait, it does nothing.
+    In each forward, transformers' models read `attention_mask` or `position_ids`, to find out what kind of mask
+    attention needs. On a GPU, the host then waits until the GPU has done all earlier work. This class avoids the read
+    if its result is known: if `note_full` has marked the mask, or if the model counts the positions itself. The outputs
+    of models do not change.
+
+    It has no option. It adds hooks to the wrapped model and to all models inside it, if they are transformers models.
+    While such a model's forward runs, the hooks replace the function of transformers that prepares masks. On the CPU,
+    where reading a tensor does not make the host wait, no hooks are added.
     """
 
     def connect(self, plan: WrapPlan) -> None:
@@ -69,7 +75,7 @@ class Masks(Extension):
             if plan.world.rank == 0:
                 _log.info(
                     "this version of hf_bmtrain does not know how transformers %s makes attention masks. So in each "
-                    "forward, transformers reads masks or position ids on the GPU, and the host waits for it. Results "
+                    "forward, transformers reads masks or position ids on the GPU, which makes the host wait. Results "
                     "are the same",
                     sys.modules["transformers"].__version__,
                 )  # fmt: skip
@@ -86,9 +92,11 @@ def _reads_wait(device: torch.device) -> bool:
 
 
 class _Forward:
-    """The hooks of one model of transformers. They replace `_FUNCTION` by `_preprocess` while the model's forward runs.
+    """The hooks of one transformers model. While the model's forward runs, they replace a function of transformers.
 
-    original: transformers' own function of the name `_FUNCTION`.
+    They replace the function whose name is `_FUNCTION` by `_preprocess`.
+
+    original: transformers' own function with that name.
     """
 
     def __init__(self, original: Callable[..., Any]) -> None:
@@ -97,11 +105,11 @@ class _Forward:
         self._replaced: list[Callable[..., Any]] = []
 
     def begin(self, module: Any, args: tuple, kwargs: dict[str, Any]) -> None:
-        """Replace `_FUNCTION` until `end`. Called as a hook before a forward of the model, with its arguments."""
+        """Replace the function `_FUNCTION` until `end` is called. Called as a hook before a forward of the model."""
         if torch.compiler.is_compiling():
-            return  # no read to avoid: values of tensors cannot be read while torch.compile traces the forward
+            return  # nothing to do: tensor values cannot be read anyway while torch.compile traces the forward
         # The model counts positions only if none are passed. Other hooks run after this one, and could add positions to
-        # the arguments. Those of the engine are known not to do so.
+        # the arguments. The hooks of the engine are known not to do so.
         others = (hook for hook in module._forward_pre_hooks.values() if not _is_own(hook))
         alone = all(defining_module(hook).startswith("hf_bmtrain.engine.") for hook in others)
         without = alone and len(args) < 2 and kwargs.get(_POSITIONS) is None
@@ -116,10 +124,11 @@ class _Forward:
             setattr(_masking(), _FUNCTION, self._valid(self._replaced.pop()))
 
     def _valid(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Return `function`, or `_original` if `function` replaces it for a forward that does not run any longer.
+        """Return `_original` if `function` is a replacement that a forward has left over, otherwise `function`.
 
-        A forward that KeyboardInterrupt has ended does not call `end`, and the forwards of two threads may end in the
-        order in which they began.
+        A replacement is left over if its forward no longer runs. This happens if KeyboardInterrupt ends a forward,
+        because `end` is then not called. It also happens if the forwards of two threads overlap, and the forward that
+        began first also ends first.
         """
         if isinstance(function, functools.partial) and function.func is _preprocess:
             return function if _is_running(function.args[1]()) else self._original
@@ -127,15 +136,16 @@ class _Forward:
 
 
 def _is_own(hook: Any) -> bool:
-    """Return whether a forward pre-hook is one of this file."""
+    """Return whether `hook`, a forward pre-hook, was registered by this file."""
     return isinstance(getattr(hook, "__self__", None), _Forward)
 
 
 def defining_module(value: Any) -> str:
     """Return the name of the module in which a function, or the class of another object, is defined.
 
-    Unlike the attribute `__module__`, which functools.wraps copies, the result for a decorated function is the module
-    of the decorator.
+    Called to find out which package a function comes from. If another package has decorated the function, it may behave
+    differently, so the result is then the module of the decorator. (The attribute `__module__` would still name the
+    module of the original function, because functools.wraps copies this attribute.)
 
     value: a function or method, possibly wrapped in functools.partial, or any other object.
     """
@@ -160,14 +170,15 @@ def _is_running(model: Any) -> bool:
 
 
 def _preprocess(original: Callable[..., Any], model: Callable[[], Any], counts: bool, *args: Any, **kwargs: Any) -> Any:
-    """Call `original`, but hide from transformers the positions or the mask that it need not read.
+    """Call `original`, but hide the positions or the mask from transformers if it need not read them.
 
     This function replaces `original` in transformers while a forward runs.
 
     Args:
-        original: transformers' own function of the name `_FUNCTION`. If the mask is None, it reads the positions that
-            it gets. It returns whether the mask is ready, the mask, the numbers of packed sequences (None if there are
-            none), and sizes. If the returned mask is neither ready nor None, its caller reads this mask.
+        original: transformers' own function with the name `_FUNCTION`. If the mask is None, `original` reads the
+            positions that are passed to it. It returns whether the mask is ready, the mask, the index of each token's
+            packed sequence (None if sequences are not packed), and sizes. If the returned mask is neither ready nor
+            None, transformers reads this mask afterwards.
         model: a weak reference to the model whose forward runs.
         counts: whether this forward counts positions itself.
         *args: the arguments of `original`.
@@ -176,7 +187,8 @@ def _preprocess(original: Callable[..., Any], model: Callable[[], Any], counts: 
     if len(args) < len(_KNOWN_PARAMETERS[0]) or torch.compiler.is_compiling():
         return original(*args, **kwargs)
     config, embeddings, mask, cache, positions, *others = args
-    # Also look at the call stack: this function may have been left behind, or another thread may have called it.
+    # Also search the call stack for the forward: this function may still be in place although the forward has ended, or
+    # a different thread may have called it.
     if counts and (counting := model()) is not None and counting.config is config and _is_running(counting):
         positions = None
     ready, result, *sizes = original(config, embeddings, mask, cache, positions, *others, **kwargs)
@@ -186,7 +198,7 @@ def _preprocess(original: Callable[..., Any], model: Callable[[], Any], counts: 
 
 
 def note_full(mask: torch.Tensor) -> None:
-    """Mark `mask` as a mask without zeros, so that models of transformers need not read it.
+    """Mark `mask` as a mask without zeros, so that models from transformers need not read it.
 
     The mark is ignored if the mask is written later.
 
@@ -201,10 +213,10 @@ def _is_full(mask: Any) -> bool:
 
 
 def _has_stock_masks(config: Any) -> bool:
-    """Return whether a function of transformers itself makes the masks for the attention that `config` selects.
+    """Return whether the masks for the attention that `config` selects are made by a function of transformers itself.
 
-    Such a function makes the same mask from None as from a tensor of ones. A user may have registered another function,
-    which may require a tensor.
+    Functions of transformers make the same mask from None as from a tensor of ones. A user may have registered a
+    different function, which may require a tensor.
     """
     function = _masking().ALL_MASK_ATTENTION_FUNCTIONS[config._attn_implementation]
     return getattr(function, "__module__", "") == "transformers.masking_utils"
@@ -212,16 +224,18 @@ def _has_stock_masks(config: Any) -> bool:
 
 @functools.lru_cache(maxsize=256)  # bounded, because it keeps the classes of models alive
 def counts_positions(forward: Callable[..., Any]) -> bool:
-    """Return whether a forward of transformers that gets no `position_ids` counts them: 0, 1 and so on in each row.
+    """Return whether `forward`, if it gets no `position_ids`, sets them to 0, 1 and so on in each row.
 
-    This is found out from its source code: it must assign to `position_ids`, and only expressions that `_COUNTED`
-    matches.
+    If so, no row contains several packed sequences, and transformers need not read the positions to find out.
+
+    The result is derived from the source code. It is True only if `forward` belongs to transformers, assigns to
+    `position_ids` at least once, and assigns only expressions that match `_COUNTED`, such as `torch.arange(n)`.
 
     forward: the function `forward` of a class of models.
     """
     while True:
         if not defining_module(forward).startswith("transformers."):
-            return False  # also for a decorator from elsewhere around a forward of transformers: it could add positions
+            return False  # also if another package has decorated a forward of transformers: it could add positions
         if not hasattr(forward, "__wrapped__"):
             break
         forward = forward.__wrapped__

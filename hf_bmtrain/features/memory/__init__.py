@@ -4,8 +4,8 @@ With the value "auto" (GPU only), memory is measured in the first training steps
 
 * `activations` plans use_checkpoint="auto": which blocks are recomputed. `plan` contains the algorithm.
 * `residents` plans keep_frozen="auto": which frozen parameters stay unsharded between steps.
-* Both use `meter` to measure memory. `MemoryPlanner` owns both plans, and calls them when forwards and backwards begin
-  and end.
+* Both use `meter` to measure memory. `MemoryPlanner` owns both plans, and calls their methods when forwards and
+  backwards begin and end.
 
 `attention` implements use_checkpoint="attention", which recomputes blocks except for their attention. `shortage` adds
 to out-of-memory errors a table of what takes memory, and advice on how to save memory.
@@ -44,32 +44,34 @@ class MemoryPlanner(Observer):
     With use_checkpoint="auto", a plan decides which blocks are recomputed in backward. With keep_frozen="auto", a plan
     decides which frozen parameters stay unsharded between steps.
 
-    There is at most one planner per world. As an observer, it is called before each forward of a wrapped model, and
-    after each backward (`end_backward`). While memory is measured for use_checkpoint="auto", the planner also takes
-    part in the backward, like a block. At the end of that backward, before `end_backward`, the schedule calls
-    `finish_backward` of the planner and of the blocks. If the backward has raised an error, the next forward calls
-    `abandon_backward` instead.
+    There is at most one planner per world. The schedule calls these methods of it:
+
+    * `before_forward`: before each forward of a wrapped model.
+    * `finish_backward`: at the end of a backward in which memory was measured for use_checkpoint="auto". (The planner
+      then takes part in the backward, as blocks do.) If this backward raises an error, `abandon_backward` is called
+      instead, later, for example in the next forward.
+    * `end_backward`: at the end of each backward, after `finish_backward`.
 
     Args:
         world: the ranks that plan together.
         memory: reads how much memory of this rank's device is allocated and free.
 
     Attributes:
-        activations: the plan for all blocks with use_checkpoint="auto". Its first version is made before those in
-            `residents`. Later versions use only memory that resident buffers (kept unsharded between steps) leave.
+        activations: the plan for all blocks with use_checkpoint="auto". It is made before the plans in `residents`. If
+            it is made again later, it does not use the memory of resident buffers (those kept unsharded between steps).
         residents: for each wrapped model with keep_frozen="auto", the plan of its resident buffers. If blocks have
-            use_checkpoint="auto", all these plans share the memory that `activations` leaves.
+            use_checkpoint="auto", all these plans share the memory that remains free after the plan `activations`.
     """
 
     buffers = ()  # the schedule reads `buffers` of each object that it calls in a backward; the planner has none
-    position = 10  # before most observers, which may then use the memory that this one frees by resharding
+    position = 10  # called before most observers, which may then use the memory that this one frees by resharding
 
     def __init__(self, world: World, memory: DeviceMemory) -> None:
         self.world, self.memory = world, memory
         self.residents = weakref.WeakKeyDictionary[torch.nn.Module, Residents]()
         self.activations = Activations(self)
         self._has_policies = False
-        self._planned = weakref.WeakKeyDictionary[torch.nn.Module, bool]()  # whether a model has blocks with "auto"
+        self._planned = weakref.WeakKeyDictionary[torch.nn.Module, bool]()  # {model: whether it has an AutoCheckpoint}
 
     @property
     def resident_bytes(self) -> int:
@@ -92,9 +94,10 @@ class MemoryPlanner(Observer):
         """Return the recomputation policy of a block with use_checkpoint="auto", which follows the plan `activations`.
 
         Called once for each such block, when `auto_wrap` creates the block. The present plan may be left over from a
-        model that was deleted since. So if all blocks that were measured for the plan have been deleted on any rank,
-        all ranks first replace the plan by a new, empty one. Collective: every rank must call this method, because one
-        rank may still hold a model that others have deleted.
+        model that has been deleted. So if there is a rank on which all blocks measured for the plan have been deleted,
+        all ranks first replace the plan with a new, empty one.
+
+        Collective: every rank must call this method, because the ranks may delete a model at different times.
 
         block: the BlockState of the block, the object that runs its forward and backward.
         """
@@ -114,7 +117,7 @@ class MemoryPlanner(Observer):
             if self.world.schedule.collective_layers:
                 self.activations.begin_together(shapes_of(args, kwargs))
             elif self.activations.has_measured and self._is_planned(model):
-                self.activations.begin_forward()  # before the first block is prefetched, which takes memory
+                self.activations.begin_forward()  # now, before the prefetch of the first block allocates memory
 
     def _is_planned(self, model: torch.nn.Module) -> bool:
         if model not in self._planned:
@@ -123,7 +126,11 @@ class MemoryPlanner(Observer):
         return self._planned[model]
 
     def finish_backward(self) -> None:
-        """Store what was measured in the backward that is ending. The next plan of `activations` uses these values."""
+        """Store the measurements of the backward that is ending, and of the forwards before it, in `activations`.
+
+        The measurements include the peaks of allocated memory, and the size of each block's activations. `activations`
+        uses them when it next plans which blocks are recomputed.
+        """
         self.activations.finish_backward()
 
     def abandon_backward(self) -> None:
@@ -196,7 +203,8 @@ class Memory(Extension):
     keep_frozen determines which frozen parameters stay unsharded between steps. The advice is on how to save memory.
 
     Args:
-        options: the options of `auto_wrap`, of which `keep_frozen` is used.
+        options: the arguments that were passed to `auto_wrap`. Only `keep_frozen` and `cuda_graphs` are used. With CUDA
+            graphs, keep_frozen="auto" means True, because the graphs keep the full parameters' memory allocated anyway.
     """
 
     def __init__(self, options: Options) -> None:
@@ -207,7 +215,8 @@ class Memory(Extension):
         if plan.late:
             _extend_keep_frozen(plan.model, plan.world)
         else:
-            graphs = self._options.cuda_graphs  # they keep the full parameters' memory anyway, so "auto" means True
+            # CUDA graphs keep the memory of the full parameters allocated anyway, so with them "auto" means True.
+            graphs = self._options.cuda_graphs
             keep_frozen = True if graphs and self._options.keep_frozen == "auto" else self._options.keep_frozen
             _apply_keep_frozen(plan.model, plan.world, keep_frozen)
 
@@ -247,7 +256,7 @@ def _extend_keep_frozen(model: torch.nn.Module, world: World) -> None:
     """
     planner = world.schedule.observer(MemoryPlanner)
     if planner is None or not any(module in planner.residents for module in model.modules()):
-        # A resident buffer (one to keep unsharded between steps) shows that keep_frozen is True. Buffers of
-        # blocks with CUDA graphs are resident whatever keep_frozen is, so they do not count. They keep their address.
+        # A resident buffer (one to be kept unsharded between steps) implies that keep_frozen is True, unless the buffer
+        # belongs to a block with CUDA graphs (`keeps_address`): such a buffer is resident with any keep_frozen.
         if any(buffer.resident and not buffer.keeps_address for buffer in buffers_of(model)):
             keep_all(model, world)

@@ -88,10 +88,10 @@ class AutoCheckpoint(Recompute):
     Args:
         activations: the plan for all blocks, to which the block's measurements are added.
         block: the `BlockState` of the block.
-        number: how many blocks of the plan were created before this one, which is the same on every rank.
+        number: the index of this block among all blocks of the plan, in order of creation; the same on every rank.
 
     Attributes:
-        kept: whether the block keeps its activations, and so is not recomputed.
+        kept: whether the block keeps its activations instead of being recomputed.
         attention: whether the block is recomputed but keeps the outputs of attention.
         calls: the largest number of the block's measured forwards that were waiting for their backward at once.
     """
@@ -108,8 +108,8 @@ class AutoCheckpoint(Recompute):
     def nbytes(self) -> int:
         """The bytes of the block's activations when backward begins.
 
-        These are the bytes of its largest measured forward, times the largest number of its forwards that were waiting
-        for backward at once (`calls`).
+        Computed as the largest number of bytes that autograd has saved in one measured forward of the block, times the
+        largest number of the block's forwards that were waiting for their backward at once (`calls`).
         """
         return self._most * self.calls
 
@@ -124,8 +124,10 @@ class AutoCheckpoint(Recompute):
     def prefers_attention(self) -> bool:
         """Return whether keeping only the outputs of attention saves more time per byte than keeping all activations.
 
-        Called for each measured block when a plan is made. On each rank, the majority of the blocks decides for all.
-        Returns False if no times are measured: on the CPU, and on the meta device. The host waits for the GPU.
+        Called when a plan is made, for each block with `attention_nbytes` above 0. On each rank, the majority of these
+        blocks decides for all blocks. The host waits for the GPU, to read the measured times.
+
+        Returns False if no attention was measured, and on the CPU and the meta device, where no times are measured.
         """
         last = self._measured
         if last is None or not last.attention:
@@ -140,8 +142,9 @@ class AutoCheckpoint(Recompute):
         block to stay unsharded, for one of two reasons:
 
         * The block's ZeRO level is 2, so the block stays unsharded anyway.
-        * Most of its parameters are frozen, and keep_frozen="auto" may keep them unsharded from step to step. That
-          takes the same memory, and saves two all-gathers per step instead of one.
+        * Most of these parameters are frozen, and any model has keep_frozen="auto", which may use the memory better.
+          Keeping frozen parameters unsharded from step to step saves two all-gathers per step. Keeping them unsharded
+          only from forward to backward saves one, and takes the same memory.
         """
         if self.block.zero_level == 2:
             return 0
@@ -180,14 +183,16 @@ class AutoCheckpoint(Recompute):
 
         The plan `activations` determines the result. Call this method before the block's all-gather.
 
-        Collective before the first plan: in the first training forward after each backward, the first call on each rank
-        exchanges the measurements from which the ranks make the plan (unless `MemoryPlanner.before_forward` has already
-        done so). Every rank must therefore call this method for one of its blocks. After the first plan, it is
-        collective only if the ranks make every plan together (`Activations.together`). For an uneven model, whose ranks
-        may enter different blocks, it is not collective, because each rank plans by itself.
-
         Returns True inside saved-tensor hooks (such as those of torch's checkpoint, or of offloading, around the
         block), because these hooks decide which tensors are kept. Also returns True inside a backward.
+
+        The first call after each backward, for any block, may make a plan, for which the ranks exchange measurements,
+        unless `MemoryPlanner.before_forward` has already done this. Whether this first call is collective (every rank
+        must then make it) depends on the plan:
+
+        * Before the first plan, it is collective as soon as a backward with measured blocks has ended.
+        * After the first plan, it is collective only if the ranks make every plan together (`Activations.together`).
+        * For an uneven model, whose ranks may enter different blocks, it is never collective. Each rank plans alone.
 
         Args:
             args: the positional arguments of the forward.
@@ -231,9 +236,9 @@ class AutoCheckpoint(Recompute):
     def learn(self, measurement: Measurement) -> None:
         """Store the measurement of one forward of the block for the next plan.
 
-        Called at the end of the backward that follows the forward. It updates the largest bytes of the block's
-        activations, the largest bytes of its outputs of attention, the largest number of forwards that wait for their
-        backward (`calls`), and the inputs for which the plan is valid.
+        Called at the end of the backward that follows the forward. Updates the maxima over all measured forwards: of
+        the bytes of the block's activations, of the bytes of its outputs of attention, and of the number of forwards
+        that wait for their backward (`calls`). Also updates the inputs for which the plan is valid.
         """
         self._most, self.calls = max(self._most, measurement.nbytes), max(self.calls, measurement.calls)
         self._attention, self._measured = max(self._attention, measurement.attention), measurement
@@ -244,18 +249,23 @@ class Activations:
     """The plan for all blocks with use_checkpoint="auto": which of them are recomputed, and which stay unsharded.
 
     A pass lasts from the first training forward (of a model, or of a block outside a model) after a backward to the end
-    of the next backward. The first passes are measured. Later, inputs that are larger than all measured ones start a
-    measurement, until the end of the pass. While a pass is measured, every block is recomputed, and two peaks of
-    allocated memory are recorded: the backward's (while recomputed activations of a block are alive) and the forward's
-    (during the rest of the pass).
+    of the next backward. All passes before the first plan are measured. Later, a forward with larger inputs than all
+    measured ones starts a measurement, which lasts until the end of its pass. While memory is measured, every block is
+    recomputed, and two peaks of allocated memory are recorded:
 
-    The ranks make the first plan together, once an optimizer has stepped and so has allocated its state. They assume
-    the largest activations and the least free memory of any rank. Each rank makes later plans by itself, if its inputs
-    have grown, or if less memory is free than before. Later plans change only which blocks are recomputed. Ranks may
-    differ in this, because the backward of a block usually calls the same collectives with and without recomputation.
+    * the backward's: the peak while recomputed activations of a block are alive;
+    * the forward's: the peak in the rest of the pass, which includes the remaining parts of the backward.
 
-    There are two exceptions. Ranks of an uneven model, which may enter different blocks, make even the first plan by
-    themselves. If layers call collectives in their forwards (`together`), all ranks make every plan together.
+    The ranks make the first plan together, after an optimizer's first step, in which it allocates its state. They
+    assume the largest activations and the least free memory of any rank. Each rank makes later plans by itself, if its
+    inputs have grown, or if less memory is free than before. Later plans change only which blocks are recomputed, not
+    which stay unsharded. The ranks may then recompute different blocks, because the backward of a block usually calls
+    the same collectives with and without recomputation.
+
+    In two cases, the ranks plan differently:
+
+    * The ranks of an uneven model, which may enter different blocks, make even the first plan by themselves.
+    * If layers call collectives in their forwards (`together`), all ranks make every plan together.
 
     Args:
         planner: the owner of this plan and of those for keep_frozen="auto". Its attribute `memory` reads the device's
@@ -263,10 +273,10 @@ class Activations:
 
     Attributes:
         measuring: whether the rest of this pass is measured.
-        left: the bytes that the last plan leaves for parameters that keep_frozen="auto" keeps unsharded between steps,
-            including the bytes of those that are unsharded already. None before the first plan, and from the start of
-            a measurement to the next plan.
-        numbers: an iterator over 0, 1, 2 and so on. Each new block takes its number from it.
+        left: how many bytes the parameters that keep_frozen="auto" keeps unsharded between steps may take in total,
+            according to the last plan. None before the first plan, and from the start of a measurement to the next
+            plan.
+        numbers: an iterator over 0, 1, 2 and so on, from which each new block takes its `AutoCheckpoint.number`.
     """
 
     def __init__(self, planner: MemoryPlanner) -> None:
@@ -286,24 +296,27 @@ class Activations:
         self._recomputed = False  # whether a block's recomputed activations are alive
         self._unsharded = 0  # bytes of the blocks that stay unsharded until their backward
         self._stale = True  # True until the first plan, and from a later measurement to the next plan
-        self._left = 0  # the bytes that the last plan leaves for keep_frozen="auto", as the property `left` explains
+        self._left = 0  # the bytes for keep_frozen="auto" in the last plan (see `left` in the class docstring)
         self.measuring = False
         self.numbers = itertools.count()
 
     @property
     def left(self) -> int | None:
-        # Only memory that the plan of the activations leaves is used to keep frozen blocks unsharded between steps,
-        # because kept activations save more time. They save the computation of a forward. A frozen block that stays
+        # Frozen blocks stay unsharded between steps only in the memory that remains after the activations are planned.
+        # Keeping activations saves more time, because a forward need not be recomputed. Keeping a frozen block
         # unsharded saves two all-gathers, which overlap with computation anyway. While the plan is out of date, it is
-        # not known how much memory it leaves.
+        # not known how much memory remains.
         return None if self._stale or self._free is None else self._left
 
     @property
     def beside_residents(self) -> bool:
         """True if any model has keep_frozen="auto", so that its frozen parameters may stay unsharded between steps.
 
-        The plan then does not keep blocks with mostly frozen parameters unsharded from forward to backward (see
-        `AutoCheckpoint.parameters`).
+        This object, the plan for use_checkpoint="auto", chooses blocks that stay unsharded from their forward to their
+        backward. If the result is True, it chooses none whose parameters are mostly frozen, because this would take the
+        memory in which keep_frozen="auto" can keep frozen parameters unsharded between steps. Keeping them between
+        steps saves two all-gathers per step; keeping them from forward to backward takes the same memory and saves only
+        one.
         """
         return bool(self._planner.residents)
 
@@ -350,10 +363,13 @@ class Activations:
             self._begin_pass(self._present())
 
     def begin_together(self, shapes: Shapes) -> None:
-        """Begin a training forward of a model, and measure its memory if any rank's inputs are larger than before.
+        """Do what `begin_forward` does, and begin a measurement if the model's inputs on any rank have become larger.
 
-        Collective: every rank must call it. Used only in models whose ranks decide together which blocks are
-        recomputed.
+        Called before each training forward of a model, instead of `begin_forward`, if the ranks decide together which
+        blocks are recomputed (`together`). If the inputs on any rank are larger than those of all measured forwards,
+        all ranks begin the measurement (`measure`). Does nothing inside a backward.
+
+        Collective: every rank must call it.
 
         shapes: the shapes of the model's inputs.
         """
@@ -381,7 +397,7 @@ class Activations:
             return
         free = self._read_free()
         replan = self._stale or free < self._free
-        if self.together:  # ranks may have different `free`, but all must take part if one of them plans again
+        if self.together:  # ranks may differ in `free`, but if one of them plans again, all must do so
             replan = self._planner.world.control.any(replan, _OCCASION)
         self._free = min(self._free, free)  # memory that is free in this micro-batch may be needed in another one
         if replan:
@@ -407,19 +423,19 @@ class Activations:
         self._fresh.append((block, measurement))
 
     def mark(self, recomputed: bool) -> None:
-        """Record the allocator's peak for the period that ends now, and reset it, so that a new period begins.
+        """Record the peak of allocated memory since the previous call (or since the measurement began), and reset it.
 
-        While memory is measured, this is called twice in each backward of a block: when it begins (`recomputed` is
-        False), and when the recomputation of the block's forward begins (`recomputed` is True). The first period begins
-        with the measurement, and the last one ends with the model's backward.
+        While memory is measured, this is called twice for each block: first with `recomputed=False`, when the backward
+        of the block begins, and then with `recomputed=True`, when the recomputation of the block's forward begins.
 
-        If the call that began a period had `recomputed=True`, recomputed activations are alive in the period, and its
-        peak is recorded as one of the backward. The peaks of all other periods are recorded as peaks of the forward,
-        even if a period is part of the backward, because no recomputed activations are alive then.
+        * After a call with `recomputed=True`, the recomputed activations of a block are in memory until the next call
+          or the end of the backward. The peak of this time is recorded as a peak of the backward.
+        * At other times, no recomputed activations are in memory, as in the forward. Their peak is recorded as a peak
+          of the forward, even if they are part of the backward.
 
         This method also asks the schedule to call `finish_backward` at the end of this backward.
 
-        recomputed: whether recomputed activations of a block are alive from now on.
+        recomputed: True if a recomputation of a block begins now, False if the backward of a block begins.
         """
         self._take_peak(recomputed)
         self._schedule.join_backward(self._planner)
@@ -427,7 +443,7 @@ class Activations:
     def _take_peak(self, recomputed: bool) -> None:
         """Record the allocator's peak since the last call, and reset it.
 
-        It is recorded as the backward's peak if a block's recomputed activations were alive since the last call, and
+        The peak is recorded as the backward's if a block's recomputed activations were alive since the last call, and
         otherwise as the forward's.
 
         recomputed: whether a block's recomputed activations are alive from now on.
@@ -459,8 +475,9 @@ class Activations:
     def abandon_backward(self) -> None:
         """Discard the measurements of the blocks' forwards since the last backward that ended without an error.
 
-        Called instead of `finish_backward` after a backward has raised an error. Peaks of memory that were recorded
-        before the error (by `mark`) are not discarded.
+        Called instead of `finish_backward` after a backward has raised an error. The inputs of these forwards then do
+        not count as measured, because the peak of the complete backward is not known. Peaks that `mark` recorded before
+        the error are kept: this much memory was needed, and a plan uses only the largest peak.
         """
         self._fresh, self._seen = [], []
 
@@ -473,32 +490,38 @@ class Activations:
         """
         return self._meter.memory.usable() - self._meter.began
 
-    def _rooms(self, free: int) -> tuple[int, int]:
-        """Return how many bytes of activations can be kept at the forward's peak, and at the backward's peak.
+    def _reading(self, stepped: bool, free: int, blocks: Sequence[AutoCheckpoint]) -> Reading:
+        """Return this rank's measurements. The ranks combine their measurements, and plan with the result.
 
-        Each number is `free` minus the bytes of the buffers that keep_frozen="auto" keeps unsharded between steps, and
-        minus the bytes that are allocated until that peak if every block is recomputed.
+        The `rooms` of the returned Reading are the bytes of activations that can be kept at the forward's peak and at
+        the backward's peak. Each number is `free` minus the bytes of the buffers that keep_frozen="auto" keeps
+        unsharded between steps, and minus the bytes that are allocated between the start of the pass and the peak if
+        every block is recomputed.
 
-        free: the bytes that were free when the forwards began.
+        stepped: whether an optimizer has stepped.
+        free: the bytes that are free at the start of a pass, according to this rank's measurements.
+        blocks: the measured blocks.
         """
         free -= self._planner.resident_bytes
-        return free - self._forward, free - self._backward
+        return Reading(
+            stepped, (free - self._forward, free - self._backward), tuple(block.nbytes for block in blocks),
+            tuple(block.attention_nbytes for block in blocks), _attention_first(blocks),
+            tuple(block.number for block in blocks),
+        )  # fmt: skip
 
     def _agree(self, blocks: Sequence[AutoCheckpoint]) -> bool:
         """Make the first plan of which blocks are recomputed, if an optimizer has stepped. Return whether it was made.
 
-        Collective: every rank must call it. Before an optimizer has stepped on any rank, it is too early for a plan,
-        because the optimizer's state is not allocated yet. The plan is the same on every rank, except in an uneven
-        model, whose ranks may enter different blocks.
+        Until an optimizer has stepped on at least one rank, it is too early for a plan, because the optimizer's state
+        is not allocated yet. No plan is made either if there is no block that all ranks have measured.
+
+        Collective: every rank must call it, and the plan is the same on every rank. Exception: the ranks of an uneven
+        model, which may enter different blocks, call it and plan independently.
 
         blocks: the measured blocks.
         """
         world, free = self._planner.world, self._read_free()
-        mine = Reading(
-            self._meter.has_stepped(_buffers(blocks)), self._rooms(free), tuple(block.nbytes for block in blocks),
-            tuple(block.attention_nbytes for block in blocks), _attention_first(blocks),
-            tuple(block.number for block in blocks),
-        )  # fmt: skip
+        mine = self._reading(self._meter.has_stepped(_buffers(blocks)), free, blocks)
         # Each rank of an uneven model plans alone, because the ranks may have entered and measured different blocks.
         agreed = agree(world, mine) if self._schedule.negotiated is None else combine([mine])
         if agreed is None or not agreed.blocks:
@@ -517,21 +540,16 @@ class Activations:
         return True
 
     def _plan_again(self, blocks: Sequence[AutoCheckpoint], free: int) -> None:
-        """Choose anew which blocks are recomputed: on this rank alone, or on all ranks if they plan together.
+        """Choose again which blocks are recomputed: on this rank alone, or on all ranks if they plan together.
 
         blocks: the measured blocks.
         free: the number of bytes to plan with. It is the smallest number of bytes that were free when a pass began,
             over all passes since the first plan. A pass begins with the first training forward after a backward.
         """
         world = self._planner.world
-        mine = Reading(
-            True, self._rooms(free - self._unsharded), tuple(block.nbytes for block in blocks),
-            tuple(block.attention_nbytes for block in blocks), _attention_first(blocks),
-            tuple(block.number for block in blocks),
-        )  # fmt: skip
+        mine = self._reading(True, free - self._unsharded, blocks)
         agreed = agree(world, mine) if self.together else combine([mine])
-        # It would be None only if no Reading said that the optimizer has stepped, or if the `rooms` of one were None.
-        # Here every rank's Reading has stepped=True and known `rooms`.
+        # `agreed` cannot be None here: every rank's Reading has stepped=True, and its `rooms` are not None.
         assert agreed is not None
         blocks = _numbered(blocks, agreed.blocks)
         sizes = Sizes(agreed.activations, agreed.attention, [0] * len(blocks), agreed.attention_first)
@@ -539,8 +557,8 @@ class Activations:
         chosen = list(zip(plan.kept, plan.attention))
         if [(block.kept, block.attention) for block in blocks] != chosen and not (self.together and world.rank):
             _log.info(
-                "rank %d: use_checkpoint='auto' has changed which blocks are recomputed, because inputs are larger or "
-                "less memory is free: %s",
+                "rank %d: use_checkpoint='auto' has changed which blocks are recomputed, because inputs have "
+                "become larger, or less memory is free: %s",
                 world.rank, plan.table(sizes, agreed.rooms[0]),
             )  # fmt: skip
         for block, (kept, attention) in zip(blocks, chosen):
@@ -559,7 +577,7 @@ def _attention_first(blocks: Sequence[AutoCheckpoint]) -> bool:
 
 
 def _numbered(blocks: Sequence[AutoCheckpoint], numbers: Sequence[int]) -> list[AutoCheckpoint]:
-    """Return those of `blocks` that have these numbers, in the order of `numbers`."""
+    """Return those of `blocks` whose `number` is in `numbers`, in the order of `numbers`."""
     by_number = {block.number: block for block in blocks}
     return [by_number[number] for number in numbers]
 

@@ -1,15 +1,16 @@
 """Keep the output of attention in a block's forward, so that the block's recomputation does not run attention again.
 
-For long sequences, attention takes a large part of a forward's time, and its output is only as large as the block's
-input. The output is kept if one operation computes attention as a whole: the operations of
+For long sequences, attention takes a large part of a forward's time, and its output is only about as large as the
+block's input. The output is kept if one operation computes attention as a whole: the operations of
 `scaled_dot_product_attention` (flash, memory-efficient, cuDNN), and those that packages such as flash-attn register
 with torch. They are found by name, in eager and in compiled blocks. Other implementations are recomputed: compiled
-FlexAttention, whose kernel is not an operation of torch, and attention as separate products and a softmax, such as
-torch's "math" and transformers' "eager" implementations.
+FlexAttention, whose kernel is not an operation of torch, and attention that is computed by separate products and a
+softmax, as in torch's "math" and transformers' "eager" implementations.
 
 torch's selective checkpointing (`create_selective_checkpoint_contexts`) is not used, because it requires that a
-recomputation runs the same operations as the first forward. They differ if only one of the two all-gathers parameters
-or fills a cache. It also does not allow a second backward. Here, a second backward recomputes attention.
+recomputation runs the same operations as the first forward. They differ if, for example, the first forward all-gathers
+parameters or fills a cache and the recomputation does not. Selective checkpointing also does not allow a second
+backward through the same graph. Here, a second backward recomputes attention.
 """
 
 from __future__ import annotations
@@ -38,8 +39,8 @@ _ATEN = {
 def _dropout_of(operator: Any) -> tuple[int, str] | None:
     """Return (position, name) of the dropout probability among the arguments of an attention operator.
 
-    Returns (-1, "") if the operator has no dropout probability, and None if it does not compute attention, or if it
-    writes to an argument.
+    Returns (-1, "") if the operator has no dropout probability, and None if it does not compute the forward of
+    attention, or if it writes to an argument.
     """
     schema = schema_of(operator)
     if schema is None or schema.is_mutable:
@@ -60,7 +61,7 @@ def is_kept(operator: Any, args: tuple, kwargs: dict[str, Any]) -> bool:
     """Return whether the output of this call of an operator is kept for the recomputation of the block's forward.
 
     Only outputs of attention without dropout are kept. With dropout, a recomputation that skipped the call would draw
-    other random numbers in later calls than the first forward.
+    different random numbers in later calls than the first forward did.
 
     Args:
         operator: the operator, as `__torch_dispatch__` gets it.
@@ -75,7 +76,7 @@ def is_kept(operator: Any, args: tuple, kwargs: dict[str, Any]) -> bool:
 
 
 class _Attention(TorchDispatchMode):
-    """Base class of contexts that pass each call of attention without dropout to their method `attend`.
+    """Base class of contexts that pass each call of attention without dropout (see `is_kept`) to their method `attend`.
 
     This also works in compiled code.
     """
@@ -156,8 +157,8 @@ class _Reuse(_Attention):
         if _versions(output) != versions:
             raise RuntimeError(
                 f"The output of attention ({function}), which use_checkpoint keeps until the backward, was written in "
-                "place after attention had returned it, so that gradients would be wrong. Write to a copy instead, "
-                "such as `output = output * gate` in place of `output.mul_(gate)`."
+                "place after attention had returned it. Gradients would be wrong. Create a new tensor instead, for "
+                "example with `output = output * gate` in place of `output.mul_(gate)`."
             )
         return output
 
@@ -165,7 +166,7 @@ class _Reuse(_Attention):
 def keep_attention() -> Contexts:
     """Return two context managers: one for a block's forward, one for the recomputation of this forward in backward.
 
-    Called before a forward whose recomputation shall not compute attention again. Under the first context manager, the
+    Called before a forward whose recomputation should not compute attention again. Under the first context manager, the
     outputs of attention are kept. Under the second, each call of attention returns the kept output instead of computing
     it. Both share the list of kept outputs, so each forward needs its own pair.
     """
@@ -207,8 +208,8 @@ class AttentionMeter(_Attention):
 class KeepAttention(Recompute):
     """Decides what backward recomputes in blocks with use_checkpoint="attention": everything except attention.
 
-    Exception: if the block's forward runs inside saved-tensor hooks, such as those of a checkpoint around the block,
-    attention is recomputed too.
+    Attention is recomputed, too, if `is_kept` returns False for it (with dropout, for example), or if the block's
+    forward runs inside saved-tensor hooks, such as those of a checkpoint around the block.
     """
 
     def contexts(self, args: tuple, kwargs: dict[str, Any], pending: int) -> Contexts | None:

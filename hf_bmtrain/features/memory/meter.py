@@ -98,7 +98,7 @@ def shapes_of(args: tuple, kwargs: dict[str, Any]) -> Shapes:
     """Return the shapes of those arguments of a forward that are tensors.
 
     `MeasuredInputs` compares these shapes with those of measured forwards, to find out whether a forward may need more
-    memory than they did.
+    memory than the measured ones.
 
     Args:
         args: the positional arguments of the forward.
@@ -205,9 +205,10 @@ class Meter:
         return True
 
     def begin(self, buffers: Iterable[ShardedBuffer]) -> None:
-        """Store in `began` how many bytes are allocated now. Call it before the forwards whose memory is measured.
+        """Store in `began` how many bytes are allocated now, without resident buffers (those unsharded between steps).
 
-        The memory of gradients to which no `.grad` refers is freed before, because the forwards can use it.
+        Call it before the forwards whose memory is measured. The memory of gradients to which no `.grad` refers is
+        freed first, because the forwards can use it.
 
         buffers: the flat buffers whose unused gradient memory is freed.
         """
@@ -244,7 +245,7 @@ class Meter:
         self._versions = _versions(buffers)
 
     def has_stepped(self, buffers: Iterable[ShardedBuffer]) -> bool:
-        """Return whether an optimizer has stepped since `note_versions`, and so has allocated its state.
+        """Return whether an optimizer has stepped since `note_versions`, and has therefore allocated its state.
 
         It has stepped if torch's write counters of the trainable shards of `buffers` have changed. Also returns True if
         `buffers` have no trainable shards, because a step cannot be detected then.
@@ -262,16 +263,20 @@ def _versions(buffers: Iterable[ShardedBuffer]) -> list[int]:
 class Reading:
     """One rank's measurements, from which the ranks plan what to keep in memory.
 
+    There are two kinds of plans. With use_checkpoint="auto", a plan decides which blocks keep their activations. With
+    keep_frozen="auto", a plan decides which frozen parameters stay unsharded between steps.
+
     Attributes:
-        stepped: whether the rank's optimizer has stepped, and so has allocated its state.
-        rooms: for each memory peak of a step that the plan distinguishes (such as the forward's and the backward's),
-            the bytes that may still be allocated at that peak; None if the rank does not know them yet.
+        stepped: whether the rank's optimizer has stepped, and has therefore allocated its state.
+        rooms: for use_checkpoint="auto", the bytes that may still be allocated at the forward's peak, and those at the
+            backward's peak. For keep_frozen="auto", one number: the bytes that the frozen parameters may take. None if
+            the rank does not know them yet.
         activations: the bytes of each block's activations, in the order of `blocks`.
         attention: the bytes of the outputs of each block's attention, in the order of `blocks`.
         attention_first: whether keeping only the outputs of attention saves more time per byte than keeping all
             activations.
-        blocks: the numbers of the measured blocks. A block has the same number on every rank. Empty, as `activations`
-            and `attention` are, if the plan is not about activations.
+        blocks: the `AutoCheckpoint.number` of each measured block. A block has the same number on every rank. For
+            keep_frozen="auto", `blocks`, `activations` and `attention` are empty.
     """
 
     stepped: bool
@@ -294,8 +299,8 @@ class Agreed:
             `blocks`.
         attention_first: whether on every rank, keeping only the outputs of attention saves more time per byte than
             keeping all activations.
-        blocks: the numbers of the blocks that are in all readings, in the order of the first reading. Blocks of a model
-            that a rank has already deleted are left out.
+        blocks: the `AutoCheckpoint.number` of each block that is in all readings, in the order of the first reading.
+            Blocks of a model that a rank has already deleted are left out.
     """
 
     rooms: list[int]

@@ -19,8 +19,9 @@ class Sizes:
         attention: the outputs of attention, a part of the activations. 0 for a block that can keep them only
             together with all its other activations.
         parameters: the full parameters. 0 for a block that the plan must not keep unsharded until backward.
-        attention_first: whether, in general, keeping only the outputs of attention saves more time per byte than
-            keeping all activations. The plan then chooses the blocks that do so first.
+        attention_first: whether keeping only the outputs of attention usually saves more time per byte than keeping all
+            activations. If True, the plan first chooses the blocks that keep only these outputs, and afterwards those
+            that keep all activations.
     """
 
     activations: Sequence[int]
@@ -49,9 +50,9 @@ class Plan:
     def table(self, sizes: Sizes, forward_room: int) -> str:
         """Return a table of this plan for the log.
 
-        Each row is a choice, such as keeping the activations. It has the number of blocks for which the choice was
-        made, and a size in GiB: that of the tensors that these blocks keep or, for blocks that are recomputed, that of
-        the activations that they do not keep.
+        Each row shows a choice (such as keeping the activations), the number of blocks for which it was made, and a
+        size in GiB. This is the size of the tensors that these blocks keep or, for blocks that are recomputed entirely,
+        of the activations that they do not keep.
 
         Args:
             sizes: the sizes for which `make_plan` has made this plan.
@@ -76,9 +77,14 @@ def make_plan(sizes: Sizes, forward_room: int, backward_room: int) -> Plan:
     With use_checkpoint="auto", this is called after the first training steps, in which the sizes are measured, and
     again when inputs become larger or less memory is free.
 
-    One loop chooses the blocks that keep all activations. Another loop chooses the blocks that keep only the outputs of
-    attention. The loop whose choice saves more time per byte runs first. Both begin with the last block, and skip
-    blocks whose tensors do not fit. Blocks stay unsharded only if every block keeps all its activations.
+    A block can keep all its activations, or only the outputs of attention, or nothing. The choice is made in three
+    rounds, each of which goes through the blocks from the last to the first, and skips blocks whose tensors do not fit:
+
+    1. If `sizes.attention_first` is False, choose blocks that keep all activations. If it is True, choose blocks that
+       keep only the outputs of attention.
+    2. With the memory that remains, make the other of these two choices. A block that was chosen in round 1 to keep the
+       outputs of attention may now be chosen to keep all activations instead.
+    3. If every block keeps all its activations, choose blocks that stay unsharded until backward.
 
     Args:
         sizes: the bytes that each block can keep.
@@ -86,13 +92,16 @@ def make_plan(sizes: Sizes, forward_room: int, backward_room: int) -> Plan:
             negative.
         backward_room: the free bytes at the peak in backward, while the recomputed activations of a block are alive, if
             every block is recomputed. May be negative.
+
+    Returns:
+        The Plan.
     """
     count = len(sizes.activations)
     taken = [0] * count
     kept, attention = [False] * count, [False] * count
 
     def fits(index: int, size: int) -> bool:
-        """Return whether block `index` can keep `size` more bytes until backward. If it can, add them to `taken`."""
+        """Return whether block `index` can keep `size` bytes in total until backward. If so, set `taken[index]`."""
         before, taken[index] = taken[index], size
         # The last block's activations do not count at the backward's peak, because backward starts with this block:
         # its activations are in memory then even if it is recomputed.

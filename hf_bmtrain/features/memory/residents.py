@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger("hf_bmtrain")
 _LEAST_SHARE = 4
 """With keep_frozen="auto", frozen parameters can be kept unsharded only if they are at least 1 / _LEAST_SHARE of a
-model's parameters."""
+model's parameters, in bytes."""
 _TOLERANCE = 64
 """If free memory decreases, the ranks keep their choice of unsharded parameters as long as the decrease is at most the
 bytes that the choice left free, plus 1 / _TOLERANCE of the usable memory. This does not exhaust memory, because
@@ -60,21 +60,24 @@ def keep_all(model: torch.nn.Module, world: World) -> None:
 class Residents:
     """keep_frozen="auto" for one model: keeps as many frozen parameters unsharded between steps as memory allows.
 
-    A flat buffer that stays unsharded between steps is called resident. In the first passes no buffer is resident, and
-    memory is measured; a pass begins with the first training forward after a backward.
+    A flat buffer that stays unsharded between steps is called resident. A pass begins with the first training forward
+    after a backward. In the first passes no buffer is resident, and memory is measured.
 
-    After an optimizer's first step the ranks choose the same buffers to become resident: as many as fit on the rank
-    with the least available memory. Buffers of parameters outside blocks are chosen first, then buffers of blocks, in
-    execution order. The available memory is what a measured step leaves free or, if blocks have use_checkpoint="auto",
-    what the plan for their activations leaves.
+    After an optimizer's first step, the ranks choose which buffers become resident, the same ones on every rank: as
+    many as fit on the rank with the least available memory. Buffers of parameters outside blocks are chosen first, then
+    buffers of blocks, in execution order. If blocks have use_checkpoint="auto", the available memory is what remains
+    free after the plan for the activations of these blocks. Otherwise, it is what was free at the peak of the measured
+    passes.
 
-    Before each training forward the ranks exchange one message. If on any rank the inputs are larger than all measured
-    ones, or less memory is free than was assumed, all ranks reshard the resident buffers, measure, and choose again.
+    Before each training forward, the ranks exchange one message to check that the choice is still valid. If on any rank
+    the inputs are larger than all measured ones, or less memory is free than was assumed, all ranks reshard the
+    resident buffers, measure, and choose again.
+
     Forwards without gradients (evaluation, generation) may need any amount of memory. So the resident buffers are
     resharded before such a forward, and become resident again in the next training forward.
 
-    Nothing is measured, exchanged or logged while less than a quarter of the parameters is frozen, or once the ranks
-    have found that no buffer fits into the available memory.
+    Nothing is measured, exchanged or logged while less than a quarter of the parameters (in bytes) is frozen, or once
+    the ranks have found that no buffer fits into the available memory.
 
     Args:
         model: the wrapped model. Its blocks and flat buffers are listed now, and referenced weakly.
@@ -93,16 +96,17 @@ class Residents:
         self._blocks = [weakref.ref(block._bmt) for block in modules]
         self._chosen: list[weakref.ref[ShardedBuffer]] = []
         self._planned = self._keeping = self._idle = False
-        # A pass consists of the training forwards between two backwards. Measuring begins with a training forward at
-        # whose start the ranks have not chosen which buffers become resident. It ends when they choose.
+        # A pass consists of the training forwards between two backwards. Memory is measured while the ranks have no
+        # valid choice of the buffers that become resident, until they choose.
         self._forwards = 0  # the number of training forwards in this pass
         self._seen: list[tuple[int, Shapes]] = []  # (number in the pass, input shapes) of measured forwards
         self._inputs = MeasuredInputs()
         self._peak: int | None = None  # the peak of allocated bytes since measuring began; None while not measuring
         self._free = 0  # bytes free at the start of a pass: the smallest number since measuring began
-        # If fewer than `_free` - `_spare` bytes are free at the start of a pass, the ranks choose the buffers again.
+        # How many bytes fewer than `_free` may be free at the start of a pass before the ranks choose the buffers
+        # again: the bytes that the choice left free, plus usable() / _TOLERANCE.
         self._spare = 0
-        self._policies: list[Any] = []  # what decided for each block whether to recompute it, when measuring began
+        self._policies: list[Any] = []  # the recomputation policy of each block when measuring began
 
     @property
     def nbytes(self) -> int:
@@ -140,16 +144,18 @@ class Residents:
     def begin_forward(self, shapes: Shapes) -> None:
         """Prepare a training forward: keep the chosen buffers unsharded, or measure the memory that steps take.
 
-        Collective: every rank must call it.
+        Collective: every rank must call it. A pass consists of the forwards between two backwards. In this order:
 
-        * If buffers have been chosen, they become resident (unsharded between steps).
-        * Otherwise the ranks choose at the first forward of a pass (the forwards between two backwards), from the
-          measurements so far. While it is too early to choose, the forward is measured.
-        * The choice is dropped, and the forward is measured, if on any rank the inputs are larger than all measured
-          ones. At the start of a pass, the choice is also dropped if on any rank less memory is free than was assumed,
-          or the recomputation policy of a block (use_checkpoint) has changed.
-
-        Nothing is done while too few parameters are frozen, or if the ranks have found that no buffer fits.
+        1. Do nothing in this pass if less than a quarter of the parameters (in bytes) is frozen and no buffers have
+           been chosen, or if the ranks have found that no buffer fits.
+        2. If on any rank the inputs are larger than all measured ones, reshard the resident buffers (those unsharded
+           between steps), drop the choice of buffers, and measure this forward. In the first forward of a pass, do the
+           same if on any rank less memory is free than was assumed, or the recomputation policy of a block
+           (use_checkpoint) has changed.
+        3. Otherwise, if no buffers have been chosen and this is the first forward of a pass, choose them from the
+           measurements so far. It is too early to choose before an optimizer's first step, or while a rank does not
+           know its available memory.
+        4. If buffers have been chosen by now, make them resident. If not, measure this forward.
 
         shapes: the shapes of the forward's inputs.
         """
@@ -180,7 +186,7 @@ class Residents:
         yet and too few parameters are frozen.
         """
         self._forwards = 0
-        for number, shapes in self._seen:  # added only now, because a measurement is complete only when its pass ends
+        for number, shapes in self._seen:  # not added earlier, because a measurement is complete when its pass ends
             self._inputs.add(shapes, number)
         self._seen = []
         if self._planned:
@@ -192,10 +198,10 @@ class Residents:
             self._peak = None  # discard the measurement, because use_checkpoint="auto" has reset the allocator's peak
 
     def _is_short(self) -> bool:
-        """Return whether less memory is free than was assumed when the buffers to keep unsharded were chosen.
+        """Return whether free memory has fallen so far below the assumed amount that the ranks must choose again.
 
-        Also returns True if a block's recomputation policy (use_checkpoint) has changed since the last measurement
-        began. Called at the first training forward after a backward.
+        Also returns True, and discards the measured peak, if a block's recomputation policy (use_checkpoint) has
+        changed since the last measurement began. Called at the first training forward after a backward.
         """
         if self._present_policies() != self._policies:
             self._peak = None
@@ -218,7 +224,8 @@ class Residents:
     def _measure(self) -> None:
         """Begin to measure the memory that steps take.
 
-        Call it while no buffer of this model is resident (kept unsharded between steps).
+        Call it while no buffer of this model is resident (kept unsharded between steps). Memory is not measured while
+        use_checkpoint="auto" measures it, because that measurement resets the allocator's peak.
         """
         self._policies = self._present_policies()
         self._meter.note_versions(self._buffers())
@@ -233,17 +240,16 @@ class Residents:
     def _is_planned(self) -> bool:
         """Whether blocks have use_checkpoint="auto".
 
-        Frozen parameters are then kept unsharded only in the memory that the plan for these blocks leaves.
+        Frozen parameters are then kept unsharded only in the memory that remains after the plan for these blocks.
         """
         return any(isinstance(policy, AutoCheckpoint) for policy in self._policies)
 
     def end_backward(self) -> None:
         """Update the largest measured peak of allocated bytes. Does nothing while memory is not measured.
 
-        Called at the end of each backward, and before the ranks choose the resident buffers (those that stay unsharded
-        between steps): the largest peak determines how much memory is left for these buffers. The allocator's peak is
-        read after each backward, and not only before the choice, because the user may reset the allocator's peak
-        statistics between steps.
+        The largest peak determines how much memory is left for resident buffers (those that stay unsharded between
+        steps). The allocator's peak is read at the end of each backward, because the user may reset the allocator's
+        peak statistics between steps. It is read once more when the ranks choose the resident buffers.
         """
         if self._peak is not None:
             self._peak = max(self._peak, self._meter.taken())
@@ -251,7 +257,7 @@ class Residents:
     def _room(self) -> int | None:
         """Return how many bytes the buffers that this model keeps unsharded between steps may take in total.
 
-        Returns None while this number is unknown.
+        Returns None while this number is unknown. Also updates `_free`, the bytes that are free at the start of a pass.
         """
         # No buffer of this model is resident here, so `resident_bytes` contains only buffers of other models.
         free, others = self._read_free(), self._planner.resident_bytes

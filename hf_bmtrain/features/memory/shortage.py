@@ -31,9 +31,9 @@ def follow_shortage(model: torch.nn.Module, world: World) -> None:
 class Shortage(Observer):
     """Adds to out-of-memory errors a table of what takes memory, and advice on how to save memory.
 
-    It is an observer, which `follow_shortage` registers. When memory runs out, the schedule calls `out_of_memory`, and
-    adds the returned text to the error. Table and advice are about this rank's memory and about one model: the
-    constructor's argument, until `follow` is called with another model.
+    This observer is registered by `follow_shortage`. When memory runs out, the schedule calls `out_of_memory`, and adds
+    the returned text to the error message. The table and the advice are about this rank's memory and about one model:
+    the constructor's argument, until `follow` is called with another model.
 
     Args:
         model: the sharded model.

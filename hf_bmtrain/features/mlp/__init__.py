@@ -1,10 +1,10 @@
-"""auto_wrap(mlp_chunks=N): the MLP of each block computes its tokens in N chunks, one after another.
+"""auto_wrap(mlp_chunks=N): the MLP of each block processes its tokens in N chunks, one after another.
 
 When long sequences are trained with recomputation, the intermediate activations of a single MLP make up most of the
 peak memory: several tensors of shape (tokens, intermediate size). With N chunks, these tensors take 1/N of that memory.
-They are not kept until backward, which recomputes each chunk. With use_checkpoint=True the number of operations stays
-the same, because the recomputation of the block stops before the MLP. Gradients of weights are summed over the chunks
-in float32.
+The tensors are not kept until backward, which recomputes each chunk. With use_checkpoint=True the number of operations
+stays the same if the MLP is the last part of the block, because the recomputation of the block then stops before the
+MLP. Gradients of weights are summed over the chunks in float32 (float64 weights: in float64).
 
 This file finds the MLPs, and `chunked` contains their forward and backward.
 """
@@ -15,11 +15,16 @@ import inspect
 import logging
 
 import torch
+from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.modules.conv import _ConvNd
 
+from ...engine.blocks.sharded_module import extend_module
 from ...engine.wrap.extension import Extension, WrapPlan
 from ..options import Options
-from .chunked import ChunkedMlp, compute_in_chunks
+from .chunked import ChunkedMlp
 
+_MIXES = {"flatten", "movedim", "mT", "permute", "swapaxes", "transpose"}
+"""If the code of a forward has one of these names, the forward may mix tokens with features."""
 _log = logging.getLogger("hf_bmtrain")
 
 
@@ -30,7 +35,7 @@ class MlpChunks(Extension):
     the MLP that is computing at that moment. With N chunks they take 1/N as much.
 
     Args:
-        options: the arguments of the call of `auto_wrap`.
+        options: the arguments that were passed to `auto_wrap`.
     """
 
     def __init__(self, options: Options) -> None:
@@ -42,8 +47,8 @@ class MlpChunks(Extension):
             if isinstance(module, ChunkedMlp) and _draws(module):
                 raise ValueError(
                     f"auto_wrap: mlp_chunks={module.chunks} does not support dropout, but '{name}' got dropout after "
-                    "the model was wrapped. Backward recomputes each chunk, and would draw other random numbers than "
-                    "the forward. Add adapters without dropout (lora_dropout=0), or leave mlp_chunks out."
+                    "the model was wrapped. Masks would be drawn chunk by chunk, so results would differ from those "
+                    "without mlp_chunks. Add adapters without dropout (lora_dropout=0), or leave mlp_chunks out."
                 )
 
     def choose(self, plan: WrapPlan) -> None:
@@ -59,26 +64,28 @@ class MlpChunks(Extension):
         if not self._found:
             raise ValueError(
                 f"auto_wrap: mlp_chunks={self._count} finds no MLP in the blocks of {type(plan.model).__name__} that "
-                "can be computed in chunks: a module whose class name ends in MLP, which takes one tensor, has no "
-                "dropout and no router, and shares no weights. Leave mlp_chunks out."
+                "can be computed in chunks: a module whose class name ends in MLP, which takes one tensor and does not "
+                "transpose it, has no dropout, batch normalization, convolution or router, and shares no weights. "
+                "Leave mlp_chunks out."
             )
 
     def prepare(self, plan: WrapPlan) -> None:
         for module in self._found:
-            compute_in_chunks(module, self._count)
+            extend_module(module, ChunkedMlp, chunks=self._count)
         if self._found and plan.world.rank == 0:
             kind = type(self._found[0]).__name__
             _log.info(
-                "mlp_chunks=%d: each MLP of the blocks computes its tokens in that many chunks (%d MLPs, such as %s)",
+                "mlp_chunks=%d: each MLP in the blocks processes its tokens in that many chunks (%d MLPs, such as %s)",
                 self._count, len(self._found), kind,
             )  # fmt: skip
 
 
 def _is_mlp(module: torch.nn.Module, shared: set[int]) -> bool:
-    """Return whether `module` is an MLP that can compute its tokens in chunks.
+    """Return whether `module` is an MLP that can process its tokens in chunks.
 
     The name of its class must end in MLP, and the module must take one tensor, use no dropout and share no parameters
-    with other modules. Modules with a router are left out, because their experts may accept only a limited number of
+    with other modules. Modules that mix tokens are left out: those that normalize over the batch, are convolutions, or
+    transpose their input. Modules with a router are left out, because their experts may accept only a limited number of
     tokens of a sequence, and because hooks that record the router's outputs need the outputs of all tokens at once.
 
     shared: the ids of parameters that several modules use.
@@ -90,7 +97,10 @@ def _is_mlp(module: torch.nn.Module, shared: set[int]) -> bool:
         len(inspect.signature(module.forward).parameters) != 1
         or code is None
         or {"functional", "dropout"} <= {*code.co_names}
+        or not _MIXES.isdisjoint(code.co_names)
     ):
+        return False
+    if any(isinstance(each, (_NormBase, _ConvNd)) for each in module.modules()):
         return False
     if _draws(module) or any("Router" in type(each).__name__ for each in module.children()):
         return False

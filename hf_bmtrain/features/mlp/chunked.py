@@ -1,30 +1,30 @@
-"""The forward and backward of a module that computes its tokens in chunks.
+"""The forward and backward of a module that processes its tokens in chunks.
 
 In autograd's graph, the module consists of two nodes: first `_Keep`, which saves the input, and then `_Compute`, which
-computes the output and saves nothing. The last tensor that a recomputed block saves is therefore the input of its MLP,
-and torch's checkpoint ends the recomputation there. In backward, `_Compute` runs first and only passes the output's
-gradient to `_Keep`, which computes all gradients.
+computes the output and saves nothing. If nothing after the MLP saves a tensor, the last tensor that a recomputed block
+saves is therefore the input of its MLP, and torch's checkpoint ends the recomputation there. In backward, `_Compute`
+runs first and only passes the output's gradient to `_Keep`, which computes all gradients.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from ...engine.base.torch_internals import autocast_type
-from ...engine.blocks.sharded_module import OnlyWhileSharded, extend_class
+from ...engine.blocks.sharded_module import OnlyWhileSharded
 
 
 class ChunkedMlp(OnlyWhileSharded):
-    """Base class of MLPs that compute their tokens in chunks.
+    """Base class of MLPs that process their tokens in chunks.
 
-    `compute_in_chunks` replaces the class of an MLP by a subclass of this class and of the MLP's own class.
+    `MlpChunks` replaces the class of an MLP by a subclass of this class and of the MLP's own class.
 
     chunks: the number of chunks.
     """
@@ -32,8 +32,8 @@ class ChunkedMlp(OnlyWhileSharded):
     chunks: ClassVar[int]
 
     # This is a property, because libraries such as Liger replace the forward of single modules: they store a function
-    # in the module's `__dict__`. That function would hide a method of this class, and compute all tokens at once. It
-    # does not hide a property, which can then compute the function in chunks.
+    # in the module's `__dict__`. Such a function would hide a method of this class, and compute all tokens at once. But
+    # it does not hide a property, and the property can call the function once for each chunk.
     @property
     def forward(self) -> Callable[..., Tensor]:
         replaced = self.__dict__.get("forward")
@@ -49,39 +49,41 @@ class ChunkedMlp(OnlyWhileSharded):
 
 
 def _forward(module: ChunkedMlp, whole: Callable[[Tensor], Tensor], *args: Any, **kwargs: Any) -> Tensor:
-    """Compute the forward `whole` of an MLP in chunks. The arguments after it are those of the MLP: one tensor."""
+    """Compute `whole`, the forward of an MLP, in chunks. `args` and `kwargs` are the MLP's arguments: one tensor."""
     (tokens,) = (*args, *kwargs.values())
-    return in_chunks(module.chunks, whole, [*module.parameters()], tokens)
+    name = f"mlp_chunks={module.chunks}: {type(module).__name__}"
 
+    def of_piece(piece: Tensor) -> Tensor:
+        output = whole(piece)
+        if output.shape[:-1] != piece.shape[:-1]:
+            raise ValueError(
+                f"{name} returned a tensor of shape {tuple(output.shape)} for a chunk of tokens of shape "
+                f"{tuple(piece.shape)}, so it does not compute each token on its own. Leave mlp_chunks out."
+            )
+        return output
 
-def compute_in_chunks(module: torch.nn.Module, chunks: int) -> None:
-    """Make a module, such as an MLP, compute its tokens in chunks, to save memory. The module's class is replaced.
-
-    Args:
-        module: the module. Its forward must take one tensor, (..., tokens, features).
-        chunks: the number of chunks.
-    """
-    module.__class__ = _extended_class(type(module), chunks)
-
-
-@functools.cache
-def _extended_class(cls: Any, chunks: int) -> Any:
-    """Return the class that replaces `cls`, the class of an MLP: a subclass of ChunkedMlp and `cls`.
-
-    chunks: the number of chunks, which becomes the class attribute `chunks`.
-    """
-    return extend_class(ChunkedMlp, cls, {"chunks": chunks})
+    buffers = {key: buffer for key, buffer in module.named_buffers() if not buffer.is_inference()}
+    versions = {key: buffer._version for key, buffer in buffers.items()}
+    output = in_chunks(module.chunks, of_piece, [*module.parameters()], tokens)
+    changed = [key for key, buffer in buffers.items() if buffer._version != versions[key]]
+    if changed:
+        raise RuntimeError(
+            f"{name} changed its buffers {changed} in its forward. It would change them once for each chunk, and again "
+            "in backward, which recomputes each chunk. Leave mlp_chunks out."
+        )
+    return output
 
 
 @dataclass(eq=False)
 class _Call:
-    """One forward of a module that computes its tokens in chunks, with the values that its backward needs.
+    """One forward of a module that processes its tokens in chunks, with the values that its backward needs.
 
     Attributes:
         forward: the forward of the module.
         count: the number of chunks.
         parameters: the parameters of the module that require a gradient.
         autocast: the device type and the dtype of autocast in the forward, or None if it was off.
+        random: torch's default generators from which the forward may draw, and their states before it.
         gradient: the gradient of the output. It is stored by the backward of `_Compute`, the autograd function that
             computes the output, and read by the backward of `_Keep`, which saves the input.
     """
@@ -90,23 +92,37 @@ class _Call:
     count: int
     parameters: list[Tensor]
     autocast: tuple[str, torch.dtype] | None
-    gradient: Tensor | None = field(default=None)
+    random: list[tuple[torch.Generator, Tensor]]
+    gradient: Tensor | None = None
 
-    def context(self) -> AbstractContextManager[Any]:
-        """Return a context manager that restores the forward's autocast for the backward.
+    @contextmanager
+    def context(self) -> Iterator[None]:
+        """Context manager for the backward: the forward's autocast, and random numbers as the forward drew them.
 
         Autocast's cache is off, because it would keep the cast weights in memory.
         """
-        if self.autocast is None:
-            return nullcontext()
-        return torch.autocast(self.autocast[0], dtype=self.autocast[1], cache_enabled=False)
+        present = [(generator, generator.get_state()) for generator, _ in self.random]
+        kind = self.autocast
+        try:
+            _set_states(self.random)
+            with torch.autocast(kind[0], dtype=kind[1], cache_enabled=False) if kind else nullcontext():
+                yield
+        finally:
+            _set_states(present)
+
+
+def _set_states(states: list[tuple[torch.Generator, Tensor]]) -> None:
+    for generator, state in states:
+        generator.set_state(state)
 
 
 def in_chunks(count: int, forward: Callable[[Tensor], Tensor], parameters: list[Tensor], tokens: Tensor) -> Tensor:
     """Compute `forward(tokens)` in `count` chunks of tokens, one after another, to save memory in forward and backward.
 
-    The backward recomputes each chunk, and computes its gradients before it recomputes the next chunk. Tokens are not
-    divided if `count` is 1 or no gradient is needed: `forward` is then called once, for all tokens.
+    The backward recomputes one chunk, computes the gradients of that chunk, and then goes on to the next. It draws the
+    same random numbers as the forward, if `forward` draws them from torch's default generators. Tokens are
+    not divided if `count` is 1, there is only one token, or no gradient is needed: `forward` is then called once, for
+    all tokens.
 
     Args:
         count: the number of chunks. If there are fewer tokens, there is one chunk per token.
@@ -123,7 +139,11 @@ def in_chunks(count: int, forward: Callable[[Tensor], Tensor], parameters: list[
         return forward(tokens)
     device = autocast_type(tokens.device)
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
-    call = _Call(forward, count, trained, dtype and (device, dtype))
+    drawn = [torch.default_generator]
+    if tokens.device.type not in ("cpu", "meta"):
+        drawn.append(torch.get_device_module(tokens.device).default_generators[tokens.device.index])
+    random = [(generator, generator.get_state()) for generator in drawn]
+    call = _Call(forward, count, trained, dtype and (device, dtype), random)
     return _Compute.apply(call, _Keep.apply(call, tokens, *trained))
 
 

@@ -11,7 +11,7 @@ from .matrices import Matrix
 
 
 class Round:
-    """One exchange of matrices: sends them to their owners (the ranks that orthogonalize them), and the results back.
+    """Sends several matrices to their owners, the ranks that orthogonalize them, and sends the results back.
 
     Every rank must call `send`, `orthogonalize` and `receive`, in this order. The communication overlaps with other
     work that is queued between these calls.
@@ -56,7 +56,7 @@ class Round:
         """
         self._ticket.wait()
         # The received elements are sorted by the rank that sent them, and then by matrix. So the pieces of the matrix
-        # with index `number` are every `count`-th piece, from `number` on.
+        # with index `number` are the pieces `number`, `number + count`, `number + 2 * count` and so on.
         pieces = [*self._received.split([count for counts in self._by_rank for count in counts])]
         count = len(self._mine)
         full = [torch.cat(pieces[number::count]) for number in range(count)]
@@ -69,8 +69,8 @@ class Round:
     def receive(self) -> list[torch.Tensor]:
         """Return this rank's elements of the orthogonalized matrices, one tensor for each of `matrices`.
 
-        The ranks that orthogonalized the matrices have sent them in `orthogonalize`. The device's current stream waits
-        until they have arrived.
+        The owners of the matrices have sent these elements in `orthogonalize`. The device's current stream waits until
+        they have arrived.
         """
         self._ticket.wait()
         results = self._received

@@ -85,8 +85,8 @@ class Matrix:
     def counts(self) -> list[int]:
         """The number of elements of the matrix that each rank stores, in the order of ranks.
 
-        In the flattened matrix, the elements of rank 0 come first, then those of rank 1, and so on. The numbers are the
-        sizes of the messages by which the owner of the matrix receives all elements, and returns the results.
+        In the flattened matrix, the elements of rank 0 come first, then those of rank 1, and so on. Each rank sends its
+        elements to the owner of the matrix, and gets as many elements of the result back.
         """
         return [max(0, stop - start) for start, stop in map(self._range, range(self._size))]
 
@@ -142,8 +142,8 @@ def assign(matrices: Sequence[Matrix], size: int) -> None:
     """Choose the rank that orthogonalizes each matrix, its owner, so that all ranks have about the same cost.
 
     All ranks make the same choice. Matrices are assigned in descending order of cost. A matrix goes to the rank that
-    stores most of it, which saves traffic, unless the total cost of that rank would then exceed the mean over ranks. In
-    that case it goes to the rank with the smallest total.
+    stores the largest part of it, which saves traffic. If that rank's total cost would then exceed an equal share (the
+    cost of all matrices divided by `size`), the matrix goes to the rank with the smallest total cost so far instead.
 
     matrices: the matrices. Their `owner` is set.
     size: the number of ranks.
@@ -161,8 +161,11 @@ def rounds_of(matrices: Sequence[Matrix], size: int) -> list[list[Matrix]]:
 
     The matrices of a round are sent together to their owners (the ranks that orthogonalize them). While the owners
     orthogonalize the matrices of one round, those of the next round are sent, and the results of the previous round are
-    returned. The work of each owner is divided evenly over the rounds, so that a round takes all ranks about the same
-    time. In a round, an owner gets about ROUND_ELEMENTS (2²⁴) elements or fewer.
+    returned.
+
+    The cost of each owner's matrices is divided evenly over the rounds, so that a round takes all ranks about the same
+    time. The number of rounds is chosen so that an owner gets at most about ROUND_ELEMENTS (2²⁴) elements in a round,
+    unless a single matrix has more.
 
     Args:
         matrices: the matrices, whose `owner` is set (see `assign`).

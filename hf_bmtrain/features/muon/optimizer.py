@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Iterable, Sequence
 from itertools import pairwise
@@ -31,25 +32,25 @@ class MuonOptimizer(AdamOptimizer):
     also used outside the blocks. `step()` is collective: every rank must call it.
 
     Each sharded matrix is orthogonalized on one rank, its owner. The owners are chosen so that all ranks have about the
-    same work. In a step, every rank updates the momentum of its own elements and computes u for them. It sends these
+    same work. In a step, every rank updates the momentum of its own elements, computes u for them, and sends these
     elements of u to the owner, as bfloat16. The owner orthogonalizes u in bfloat16, as torch.optim.Muon does, and sends
     each rank its elements of the result, also as bfloat16. Each rank then updates its own elements of w. This
     communication overlaps with computation. If a parameter is not sharded, every rank orthogonalizes it.
 
     The momentum is float32 and sharded like the weights, so it takes 4 bytes for each of this rank's elements. For
     half-precision weights, the state also has float32 master weights, and takes 8 bytes. The state of other parameters
-    is that of AdamOptimizer. A saved state can be loaded on another number of ranks. OptimManager and
+    is that of AdamOptimizer. A saved state can be loaded on a different number of ranks. OptimManager and
     torch.amp.GradScaler work as with AdamOptimizer.
 
     Args:
         params: the sharded model, whose parameters are then divided as described above; or a list of parameter groups.
             A group is a dict with "params", "muon" (True if Muon updates these parameters, False if AdamW does), and
-            the settings that differ from the arguments. `add_param_group` lists their keys.
+            the settings that differ from the arguments below. `add_param_group` lists the settings of a group.
         lr: the learning rate of matrices: a number, or a tensor of one element. A tensor on a GPU makes the host wait
             in each step.
         weight_decay: wd, the weight decay of matrices.
         momentum: μ, the factor by which the momentum is multiplied in each step.
-        nesterov: whether the momentum is Nesterov's.
+        nesterov: whether to use Nesterov momentum.
         ns_coefficients: the three coefficients of the Newton–Schulz iteration, which orthogonalizes matrices.
         eps: the lower bound of the norm by which an update is divided before the iteration.
         ns_steps: the number of iterations, from 0 to 99.
@@ -63,10 +64,10 @@ class MuonOptimizer(AdamOptimizer):
 
     Raises:
         TypeError: an argument has the wrong type.
-        ValueError: a setting is out of range, or a parameter's dtype is not supported. With a model: it has no matrix
-            in a block, or `tp_size` has split one of its parameters. With groups: there are none, one lacks "muon", or
-            one with "muon": True has a parameter that is not a matrix or a stack of matrices, or that `tp_size` has
-            split.
+        ValueError: a setting is out of range, or a parameter's dtype is not supported. If `params` is a model: the
+            model has no matrix in a block, or `tp_size` has split one of its parameters. If `params` is a list: the
+            list is empty, a group lacks "muon", or a group with "muon": True has a parameter that is not a matrix or a
+            stack of matrices, or that `tp_size` has split.
 
     Example::
 
@@ -120,14 +121,13 @@ class MuonOptimizer(AdamOptimizer):
 
         Args:
             param_group: a dict. "params" (parameters) and "muon" (True if Muon updates them, False if AdamW does) are
-                required. The other keys are settings. Those left out get the values that MuonOptimizer was created
-                with. The keys are:
+                required. The other keys are settings, which default to the values that MuonOptimizer was created with:
 
                 * With "muon": True, "lr", "weight_decay", "momentum", "nesterov", "ns_coefficients", "eps", "ns_steps"
                   and "adjust_lr_fn", as the arguments of MuonOptimizer.
-                * With "muon": False, "lr", "betas", "eps" and "weight_decay". Left out, they get the values of
-                  `adam_lr`, `betas`, `adam_eps` and `adam_weight_decay`. AdamOptimizer's "hold_steps" and "decoupled"
-                  are also possible. MuonOptimizer has no arguments for these two: their defaults are 0 and True.
+                * With "muon": False, "lr", "betas", "eps" and "weight_decay", which default to MuonOptimizer's
+                  arguments `adam_lr`, `betas`, `adam_eps` and `adam_weight_decay`; and AdamOptimizer's "hold_steps" and
+                  "decoupled", which default to 0 and True.
 
         Raises:
             TypeError: `param_group` is not a dict, or a setting has the wrong type.
@@ -148,8 +148,8 @@ class MuonOptimizer(AdamOptimizer):
         expect_kind("param_group", param_group, dict, 'a dict with "params" and "muon"')
         if not isinstance(param_group.get("muon"), bool):
             raise ValueError(
-                'param_group needs the key "muon", True if Muon updates its parameters and False if AdamW does. '
-                "Or pass the model itself: MuonOptimizer(model) divides its parameters automatically."
+                'param_group needs the key "muon", with the value True if Muon updates its parameters, or False if '
+                "AdamW does. Or pass the model itself: MuonOptimizer(model) divides its parameters automatically."
             )
         if param_group["muon"]:
             param_group = {**self._muon_defaults, **param_group}
@@ -169,7 +169,9 @@ class MuonOptimizer(AdamOptimizer):
         super().add_param_group(param_group)
 
     def _of(self, groups: list[dict[str, Any]]) -> MuonOptimizer:
-        return type(self)(groups)
+        copied = type(self)(groups)
+        copied._muon_defaults = copy.deepcopy(self._muon_defaults)
+        return copied
 
     def _moment_names(self, group: dict[str, Any]) -> tuple[str, ...]:
         return ("momentum_buffer",) if group["muon"] else super()._moment_names(group)
@@ -177,12 +179,13 @@ class MuonOptimizer(AdamOptimizer):
     def _completed(self, groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
         groups = super()._completed(groups)
         for number, (own, group) in enumerate(zip(self.param_groups, groups)):
-            saved = group.setdefault("muon", False)  # groups of AdamW do not have it
+            saved = group.setdefault("muon", False)  # a state that an AdamW optimizer has saved lacks this key
             if saved != own["muon"]:
                 names = {True: "Muon", False: "AdamW"}
                 raise ValueError(
-                    f"Parameter group {number} is updated by {names[own['muon']]}, but its state to load was saved by "
-                    f"{names[saved]}. Create the optimizer with the parameter groups of the saved one. {START_ANEW}"
+                    f"Parameter group {number} (counted from 0) is updated by {names[own['muon']]}, but was updated by "
+                    f"{names[saved]} in the saved state. Create the optimizer with the same parameter groups. "
+                    f"{START_ANEW}"
                 )
         return groups
 
@@ -219,10 +222,11 @@ class MuonOptimizer(AdamOptimizer):
     # -- a step -------------------------------------------------------------------------------------------------
 
     def _update(self, numbers: Sequence[int]) -> None:
-        """Update all parameters with gradients, the matrices in rounds (groups whose elements are exchanged together).
+        """Update all parameters that have gradients.
 
-        While the matrices of one round are orthogonalized, those of the next are sent to their owners (the ranks that
-        orthogonalize them), and the results of the previous one are sent back.
+        Matrices that are sharded over several ranks are updated in rounds: the elements of all matrices of a round are
+        exchanged together. While the matrices of one round are orthogonalized, those of the next round are sent to
+        their owners (the ranks that orthogonalize them), and the results of the previous round are sent back.
 
         numbers: the indices of all runs (contiguous ranges of parameters). AdamW updates the runs without matrices.
         """
@@ -254,8 +258,8 @@ class MuonOptimizer(AdamOptimizer):
     def _momentum_step(self, matrix: Matrix) -> torch.Tensor:
         """Update the momentum of this rank's elements of a matrix, and return their update u, 1-D bfloat16.
 
-        u is the momentum or, with Nesterov, a weighted mean of momentum and gradient. It is orthogonalized afterwards,
-        when the owner of the matrix has the u of all elements.
+        u is the momentum or, with Nesterov, a weighted mean of momentum and gradient. The owner of the matrix
+        orthogonalizes u afterwards, when the owner has received u for all elements of the matrix.
         """
         state, part = self._states[matrix.run], self._part(matrix)
         assert isinstance(state.exp_avg, torch.Tensor)
@@ -283,7 +287,8 @@ class MuonOptimizer(AdamOptimizer):
         lr = float(group["lr"])
         decay: float | torch.Tensor = 1 - lr * group["weight_decay"]
         if skip is not None:
-            decay, result = torch.where(skip, 1.0, decay), result.masked_fill_(skip, 0)
+            one = torch.ones((), dtype=torch.float32, device=weight.device)
+            decay, result = torch.where(skip, one, decay), result.masked_fill_(skip, 0)
         master = weight if stored is None else stored[part]
         master.mul_(decay).add_(result, alpha=-lr * rate_factor(group["adjust_lr_fn"], matrix.shape))
         if stored is not None:
@@ -299,9 +304,10 @@ class MuonOptimizer(AdamOptimizer):
         return None if found_inf is None else found_inf.reshape(()) != 0
 
     def _part(self, matrix: Matrix) -> slice:
-        """Return the slice of this rank's elements of a matrix in the flat tensors of its run, such as the momentum.
+        """Return where this rank's elements of a matrix are in the flat tensors of the matrix's run: a slice.
 
-        A run is a contiguous range of parameters that are updated together.
+        A run is a contiguous range of parameters that are updated together. Its flat tensors are, for example, the
+        weights and the momentum.
         """
         run = self._states[matrix.run].run
         rank = 0 if run.buffer is None else run.buffer.rank
@@ -351,7 +357,7 @@ def _expect_amount(name: str, value: Any) -> None:
 
 
 def _check_settings(group: dict[str, Any]) -> None:
-    """Raise TypeError or ValueError if a setting of Muon is out of range.
+    """Raise TypeError or ValueError if a setting of Muon has the wrong type or is out of range.
 
     group: a parameter group with all settings of Muon, by the names of MuonOptimizer's arguments.
     """
@@ -369,6 +375,6 @@ def _check_settings(group: dict[str, Any]) -> None:
         raise ValueError(f"adjust_lr_fn must be None or one of {', '.join(ADJUST_LR)}, got {group['adjust_lr_fn']!r}")
     if group.get("hold_steps") or not group.get("decoupled", True):
         raise ValueError(
-            'A parameter group with "muon": True cannot have hold_steps or decoupled=False, which only AdamW supports. '
-            'Leave them out of this group, or set "muon": False.'
+            'A parameter group with "muon": True cannot have hold_steps or decoupled=False, which Muon does not use. '
+            'Leave them out of this group, or set "muon": False for the update of AdamOptimizer, which has both.'
         )

@@ -17,14 +17,15 @@ _FACTORS: dict[str, Callable[[int, int], float]] = {
 }
 ADJUST_LR = tuple(_FACTORS)
 """The values of `adjust_lr_fn`, each of which selects a formula for the factor by which Muon multiplies the learning
-rate. The value None selects the first one."""
+rate. `adjust_lr_fn=None` selects the first formula, "original"."""
 
 
 def rate_factor(adjust_lr_fn: str | None, shape: Sequence[int]) -> float:
-    """Return the factor by which Muon multiplies the learning rate for matrices of `shape`.
+    """Return the factor by which Muon multiplies the learning rate for matrices of `shape`, with A rows and B columns.
 
     Args:
-        adjust_lr_fn: one of ADJUST_LR, which selects the formula of the factor. None selects "original".
+        adjust_lr_fn: selects the formula. "original", or None: √max(1, A/B). "match_rms_adamw": 0.2·√max(A, B).
+            "spectral_unclamped": √(A/B).
         shape: (..., rows, columns), the shape of a matrix or of a stack of matrices.
     """
     return _FACTORS[adjust_lr_fn or ADJUST_LR[0]](shape[-2], shape[-1])

@@ -10,22 +10,23 @@ from ...engine.ops.adam_step import Hyper
 from ...engine.optim.runs import RunState, stored_numel
 from ...engine.runtime.world import current_world
 
-PIECE = 1 << 20  # the elements that one operation processes: few, so that temporary tensors take little memory
+PIECE = 1 << 20  # the most elements that one operation processes, so that temporary tensors take little memory
 
 
 def delta_moments(states: Sequence[RunState], settings: Sequence[Hyper]) -> torch.Tensor:
-    """Return the mean and variance, over all elements, of the last step's update δ, in units of the learning rate.
+    """Return the mean and variance, over all elements, of δ, the last step's update divided by the learning rate.
 
-    AdamOffloadOptimizer computes them after each step with `record_delta=True`, for inspection of the training.
-    Collective if any of the parameters is sharded. Every rank must then call this function.
+    AdamOffloadOptimizer calls this after each step if `record_delta=True`, so that users can inspect the training.
+    Collective if any of the parameters is sharded: every rank must then call it.
 
-    With Adam's moments m and v after step t, the weight decay wd, and the weights w before and w' after the step:
+    With Adam's moments m and v after step t, the decoupled weight decay wd, and the weights w before and w' after the
+    step:
 
         δ = d + wd·w    d = m/(1−β₁ᵗ) / (√(v/(1−β₂ᵗ)) + eps)    w' = w − lr·δ
 
     δ is computed after the step from m, v and the master weights w', with w = (w' + lr·d) / (1 − lr·wd). It is exact up
-    to float32 rounding, with two exceptions: if m is stored in bfloat16, its stochastic rounding changes d by up to 2⁻⁸
-    of its value; and as lr·wd approaches 1, w becomes inexact.
+    to float32 rounding, with two exceptions: if m is stored in bfloat16, the stochastic rounding of m changes d by up
+    to 2⁻⁸·|d|; and as lr·wd approaches 1, w becomes inexact.
 
     Args:
         states: the Adam state of each run (parameters that are updated together), at least one.
@@ -58,7 +59,7 @@ def _deltas(state: RunState, settings: Hyper) -> Iterator[torch.Tensor]:
     state: the run and its Adam state.
     settings: the settings of the run's parameter group.
     """
-    # The last setting, the weight decay that is added to the gradient (L2), has already affected m.
+    # The last setting, the weight decay that is added to the gradient (L2), is not needed: m contains it.
     lr, beta1, beta2, eps, weight_decay, hold_steps, _ = settings
     device, t = state.run.weights.device, state.step.double()
     lr = lr * (t > hold_steps)

@@ -21,16 +21,16 @@ class DeviceUpdate:
     and downloads have a stream each. While one chunk is updated, the next is uploaded and the previous one is
     downloaded, so there are three buffers. The methods only queue work, so the host never waits. The streams wait:
 
-    * An upload waits until the previous contents of its buffer, and the previous step's state of the same chunk, have
-      been downloaded.
-    * An update waits for its upload, and for the work that was queued on the current stream when the iterator of
-      `carry` was advanced for the first time. That work computes the gradients and the step's scalars (such as bias
-      corrections), and reads the old weights.
-    * A download waits for its update.
+    * An upload waits until its buffer is free (its previous contents have been downloaded), and until the download of
+      the same chunk in the previous step is complete.
+    * An update waits for the upload of its chunk. It also waits for the work that the caller has queued on its current
+      stream before it asks the iterator of `carry` for the first event. This work computes the gradients and the step's
+      scalars (such as bias corrections), and may still read the old weights.
+    * A download waits for the update of its chunk.
 
-    The caller's stream (the current stream) does not wait for the updates, which read gradients and the step's scalars,
-    and write weights. Before the caller queues work that uses the weights, or overwrites gradients or scalars, it must
-    make its stream wait, by `wait()` of the events that `carry` yields, or of `updated`.
+    The updates read gradients and the step's scalars, and write weights. The caller's current stream does not wait for
+    them. So before the caller queues work that uses the weights, or that overwrites gradients or scalars, it must make
+    its stream wait: by calling `wait()` on the events that `carry` yields, or on `updated`.
 
     Attributes:
         updated: the event that completes when the last queued update is complete.
@@ -50,12 +50,12 @@ class DeviceUpdate:
             (
                 torch.empty(numel * master_bytes, device=device, dtype=torch.uint8),
                 torch.empty(numel, device=device, dtype=exp_avg_dtype),
-                torch.empty(numel, device=device),
+                torch.empty(numel, device=device, dtype=torch.float32),
             )
             for _ in range(_BUFFERS)
         ]
         self._upload, self._update, self._download = (work_stream(device) for _ in range(3))
-        # Wait for queued work: the buffers may have memory that was freed, but that this work still uses.
+        # The new buffers may be in memory that was freed while queued work still uses it, so wait for that work.
         self._upload.follow()
         self._emptied: list[Event] = [DONE] * _BUFFERS
         self._returned: dict[Chunk, Event] = {}

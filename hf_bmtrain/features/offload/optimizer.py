@@ -27,11 +27,10 @@ _log = logging.getLogger("hf_bmtrain")
 
 
 class AdamOffloadOptimizer(AdamOptimizer):
-    """AdamOptimizer with its state in page-locked host memory. Results are bitwise those of AdamOptimizer.
+    """AdamOptimizer with its state in page-locked host memory. The results are bitwise equal to AdamOptimizer's.
 
-    The state takes as many bytes of host memory as AdamOptimizer takes on the device, and every step copies all of it
-    to the device and back. For bfloat16 weights, `state_dict` takes 8 bytes of additional host memory per element. On
-    the CPU nothing is copied, and the optimizer works like AdamOptimizer.
+    The state takes as many bytes of host memory as AdamOptimizer's state takes on the device, and every step copies all
+    of it to the device and back. On the CPU nothing is copied, and the optimizer works like AdamOptimizer.
 
     `step` copies and updates the state in chunks, on separate streams, and returns before the last chunks are updated.
     The next forward can begin before the step is complete: `step` starts with the parameters that the model uses first,
@@ -40,7 +39,9 @@ class AdamOffloadOptimizer(AdamOptimizer):
     Forward, backward, torch operations on parameters, state dicts, loading, `zero_grad` and the next `step` wait for
     the update automatically. Call `wait()` only before other code writes to gradients in place, or accesses the memory
     of parameters without torch operations. Do not read `optimizer.state`, which is still being copied to host memory
-    after a `step`: read `state_dict()` or `stored_state()`, for which the host waits.
+    after a `step`: call `state_dict()` or `stored_state()`, which make the host wait for the copy. For bfloat16
+    weights, `state_dict` converts the master weights and the second moments to new float32 tensors, which take 8 more
+    bytes of host memory per element. `stored_state` returns the tensors as they are stored.
 
     Args:
         params: the parameters, or parameter groups, as for AdamOptimizer.
@@ -58,8 +59,9 @@ class AdamOffloadOptimizer(AdamOptimizer):
         state_bits: must be 32; AdamOptimizer also accepts 8.
 
     Raises:
-        RuntimeError: in the first step, if there is too little host memory for the state.
-        ValueError: an argument is out of range, as in AdamOptimizer.
+        RuntimeError: in the first step, if there is too little host memory for the state, or it cannot be page-locked.
+        TypeError: an argument has the wrong type.
+        ValueError: an argument is out of range, as in AdamOptimizer, or `state_bits` is not 32.
     """
 
     def __init__(
@@ -78,8 +80,8 @@ class AdamOffloadOptimizer(AdamOptimizer):
     ) -> None:
         if not isinstance(state_bits, int) or state_bits != 32:
             raise ValueError(
-                f"AdamOffloadOptimizer keeps its state in float32, got state_bits={state_bits!r:.80}. For state_bits=8 "
-                "use AdamOptimizer, whose state then takes 2 to 4 bytes per element on the device."
+                f"AdamOffloadOptimizer supports only state_bits=32, got state_bits={state_bits!r:.80}. For 8 bits "
+                "use AdamOptimizer, whose state then takes 2 to 6 bytes per element on the device."
             )
         super().__init__(
             params, lr, betas, eps, weight_decay, hold_steps, decoupled=decoupled, exp_avg_dtype=exp_avg_dtype
@@ -95,15 +97,18 @@ class AdamOffloadOptimizer(AdamOptimizer):
     def _of(self, groups: list[dict[str, Any]]) -> AdamOffloadOptimizer:
         return type(self)(groups, record_delta=self._delta is not None, exp_avg_dtype=self._exp_avg_dtype)
 
+    def _facts(self) -> dict[str, Any]:
+        return {**super()._facts(), "record_delta": self._delta is not None}
+
     def get_avg_delta(self) -> float:
         """Return the mean of δ, the last step's update divided by lr; 0 without `record_delta=True`.
 
             w ← w − lr·δ    δ = (m/(1−β₁ᵗ)) / (√(v/(1−β₂ᵗ)) + eps) + wd·w
 
-        Without `decoupled`, the term wd·w is left out, because m contains it. δ is also computed if lr is 0 or
-        `hold_steps` holds the weights. The mean is over the elements, on all ranks, of the parameters that had a
-        gradient. `step` has computed it, so this call is not collective, but it waits for the device. A skipped step
-        does not change the value.
+        With `decoupled=False`, the term wd·w is left out, because m contains it. δ is computed even if the step did not
+        change the weights, because lr is 0 or because of `hold_steps`. The mean is over the elements, on all ranks, of
+        the parameters that had a gradient. It was computed in `step`. So this call is not collective, and only waits
+        for the device. A skipped step does not change the value.
         """
         return 0.0 if self._delta is None else self._delta[0].item()
 
@@ -112,10 +117,10 @@ class AdamOffloadOptimizer(AdamOptimizer):
 
             w ← w − lr·δ    δ = (m/(1−β₁ᵗ)) / (√(v/(1−β₂ᵗ)) + eps) + wd·w
 
-        Without `decoupled`, the term wd·w is left out, because m contains it. δ is also computed if lr is 0 or
-        `hold_steps` holds the weights. The variance (biased, with divisor n) is over the n elements, on all ranks, of
-        the parameters that had a gradient. `step` has computed it, so this call is not collective, but it waits for the
-        device. A skipped step does not change the value.
+        With `decoupled=False`, the term wd·w is left out, because m contains it. δ is computed even if the step did not
+        change the weights, because lr is 0 or because of `hold_steps`. The variance (biased, with divisor n) is over
+        the n elements, on all ranks, of the parameters that had a gradient. It was computed in `step`. So this call is
+        not collective, and only waits for the device. A skipped step does not change the value.
         """
         return 0.0 if self._delta is None else self._delta[1].item()
 
@@ -161,7 +166,8 @@ class AdamOffloadOptimizer(AdamOptimizer):
         if rearranged and early:
             self._active = []
         self._early = _EarlyUpdates()
-        # 5. With record_delta, compute the statistics of this update; a skipped step keeps the old ones.
+        # 5. With record_delta, compute the statistics of this update. If the step is skipped, keep those of the last
+        # update.
         if self._delta is not None and self._states:
             self._finish()
             settings = {p: each for group, each in zip(self.param_groups, self._settings()) for p in group["params"]}
@@ -218,29 +224,33 @@ class AdamOffloadOptimizer(AdamOptimizer):
     def update_in_backward(self) -> Iterator[None]:
         """Return a context in which a backward updates each block's parameters as soon as their gradient is reduced.
 
-        Call `step` after the context; it updates the other parameters. The weights are then bitwise the same as without
+        Use it to hide the copies of the optimizer state, and the updates, behind the computation of the backward. After
+        the context, call `step`, which updates the other parameters. The weights are then bitwise the same as without
         this context. Do not use the weights between the backward and `step`, when only some of them are updated. The
         next forward waits for the whole update, because it begins with the first block, which is updated last.
 
-        Set lr and other settings before the backward. Do not clip, scale or change gradients after it, because most
-        were already used during the backward: `OptimManager.clip_grad_norm` raises RuntimeError. So does `step` if it
-        gets a `grad_scale`, or if a setting, or a gradient that was used, has changed since the backward. Steps cannot
-        be skipped either: if a gradient is inf or nan, the weights become inf or nan too, and OptimManager raises
-        RuntimeError, at the latest in its next `backward` or `step`.
+        What you can no longer do after this backward, because it has already used most gradients:
+
+        * Change settings such as lr: set them before the backward. Otherwise `step` raises RuntimeError.
+        * Clip, scale or otherwise change gradients. `OptimManager.clip_grad_norm` raises RuntimeError. So does `step`,
+          if a used gradient has changed, or if `step` gets a `scale` or `grad_scale`.
+        * Skip the step. If a gradient is inf or nan, the weights become inf or nan too, and OptimManager raises
+          RuntimeError, at the latest in its next `backward` or `step`.
 
         Some parameters are updated only by `step`:
 
         * parameters that are not sharded,
-        * all parameters, in the first step of the optimizer, and in the first step after a state was loaded,
-        * the parameters of a flat buffer (usually a block), if the set of those that have a gradient has changed since
-          the last step,
-        * all parameters, in the step that follows a step in which such a set had changed and parameters of other flat
-          buffers were updated during the backward,
-        * the parameters of a flat buffer, if other code has replaced a `.grad` of them before their update, for example
-          a hook during the backward,
-        * all parameters of an uneven model (one of which ranks may enter different blocks). Its gradients are complete
-          only at the end of the backward: a rank may compute its gradients of a block after the block's gradients were
-          averaged over the ranks. They are then averaged again, and the second mean is added.
+        * all parameters, in the first step of the optimizer, in the first step after the caller has changed
+          `optimizer.state`, and in the first step after `load_state_dict` (but usually not after `bmt.load_state`),
+        * the parameters of a flat buffer (usually those of a block), if a different set of them has a gradient than in
+          the last step. If this backward has updated other flat buffers, the backward of the following step updates
+          nothing, and its `step` updates all parameters,
+        * the parameters of a flat buffer, if other code, such as a hook during the backward, has replaced the `.grad`
+          of one of them before their update,
+        * all parameters of an uneven model, that is, a model in which the ranks may run different blocks. Its gradients
+          are complete only at the end of the backward: one rank may compute its gradients of a block late, when the
+          ranks have already averaged the block's gradients without them. Then the ranks average once more, and add the
+          second mean to the first.
 
         If the backward raises an error, the updates that it has made remain, and the gradients that they used are
         dropped. Training can go on with the next batch.
@@ -249,8 +259,11 @@ class AdamOffloadOptimizer(AdamOptimizer):
             A context manager for the last backward of a step.
 
         Raises:
-            ValueError: the optimizer has a loss scale.
-            RuntimeError: a second backward runs inside the context, or `step` was not called after the previous use.
+            ValueError: the optimizer is in an OptimManager with a loss scale. Whether a step must be skipped is then
+                known only after the backward.
+            RuntimeError: a second backward inside the context computes gradients of parameters that the first one has
+                updated; or a backward in an earlier use of this context has updated parameters, and `step` was not
+                called after it.
 
         Example::
 
@@ -267,6 +280,8 @@ class AdamOffloadOptimizer(AdamOptimizer):
             )
         if self._early.parameters:
             raise RuntimeError("update_in_backward() was entered again before step(). Call step() after each use.")
+        if not self._is_held():
+            self._active = []  # the caller has changed the state: `step` takes it over, and updates all parameters
         by_buffer: dict[ShardedBuffer, list[Any]] = {}
         for parameter in (p for group in self.param_groups for p in group["params"]):
             if isinstance(parameter, DistributedParameter) and parameter.requires_grad:
@@ -301,16 +316,17 @@ class AdamOffloadOptimizer(AdamOptimizer):
     def updated_in_backward(self) -> bool:
         """True if parameters were updated during a backward, and `step` has not been called since.
 
-        OptimManager reads it: the gradients of these parameters can no longer be clipped, nor their update be skipped.
+        OptimManager checks this, because the gradients of these parameters can no longer be clipped, and the update of
+        these parameters can no longer be skipped.
         """
         return bool(self._early.parameters)
 
     def _update_early(self, local_params: list[Any]) -> None:
         """Update the parameters of one flat buffer as soon as their gradients are reduced, before `step`.
 
-        A hook calls this during the backward. The update is left to `step` in the first step, if no parameter of the
-        buffer has a gradient, if the set of its parameters that have a gradient has changed since the last step, or if
-        the user has replaced a `.grad`.
+        A hook calls this during the backward. The update is left to `step` if no grouping into runs is known from an
+        earlier step, if no parameter of the buffer has a gradient, if the set of its parameters that have a gradient
+        has changed since the last step, or if the user has replaced a `.grad`.
 
         local_params: the local parameters (this rank's elements) of one flat buffer (parameters sharded together).
         """
@@ -335,9 +351,9 @@ class AdamOffloadOptimizer(AdamOptimizer):
         self._early.settings = _snapshot(self._settings())
 
     def _abandon_early(self) -> None:
-        """Forget the parameters that were updated in a backward that failed, such as for lack of memory.
+        """Forget which parameters a backward has updated. Called if that backward has failed.
 
-        Their gradients are dropped, because otherwise the next `step` would use them a second time.
+        The gradients of these parameters are dropped, because otherwise the next `step` would use them a second time.
         """
         parameters = self._early.parameters
         if parameters:
@@ -385,8 +401,8 @@ class AdamOffloadOptimizer(AdamOptimizer):
             self._chunks = cut(runs, self._places, self._in_order(self._not_early()))
             self._mover = DeviceUpdate(self._chunks, self._exp_avg_dtype, runs[0].weights.device)
             for state in self._states:
-                # True would make AdamOptimizer compare the float32 masters of unsharded parameters with the weights in
-                # every step, on the host, where the masters are. `_update` compares them on the device instead.
+                # If this were True, AdamOptimizer would compare the float32 masters of unsharded parameters with the
+                # weights in every step, on the host, where the masters are. `_update` compares them on the device.
                 state.uncounted = False
         return True
 
@@ -400,7 +416,7 @@ class AdamOffloadOptimizer(AdamOptimizer):
         places = allocate_slabs(runs, dtypes, self._exp_avg_dtype)
         self._places.update(places)
         _log.info(
-            "AdamOffloadOptimizer: allocated the state of %d elements in page-locked host memory (%d allocations)",
+            "AdamOffloadOptimizer: the optimizer state of %d elements is in %d pieces of page-locked host memory",
             sum(run.weights.numel() for run in runs),
             len({place.slab for place in places.values()}),
         )
@@ -416,7 +432,8 @@ class AdamOffloadOptimizer(AdamOptimizer):
 class _EarlyUpdates:
     """The parameters that were updated during the backward, and the gradients and settings of these updates.
 
-    `_check_early` raises an error if a gradient or setting has changed since, because the change would have no effect.
+    `_check_early` raises an error if such a gradient or setting is changed after the update, because the change would
+    have no effect.
 
     Attributes:
         parameters: {updated parameter: (the gradient that was used, its version)}. The version is torch's counter of

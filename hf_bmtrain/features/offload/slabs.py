@@ -23,7 +23,7 @@ CHUNK_ELEMENTS = 1 << 22
 large enough to reach PCIe's full speed, and small enough that one copy takes little time compared with a step."""
 ALIGNMENT = 64
 """The state of each run (parameters that are updated together) starts at a multiple of this many elements in its slab.
-It is then as well aligned as the weights in their shard."""
+The state is then aligned as well as the weights are in their shard."""
 
 
 @dataclass(frozen=True)
@@ -81,15 +81,15 @@ def allocate_slabs(
 
     Args:
         runs: the runs (parameters that are updated together).
-        masters: for each run, the dtype in which its master weights are stored, or None if it needs none. Runs for
-            which this differs get different slabs.
+        masters: for each run, the dtype in which its master weights are stored, or None if it needs none. Runs with
+            different dtypes get different slabs.
         exp_avg_dtype: the dtype of the first moment.
 
     Returns:
         {run: its Place, the slab and the index at which its state starts}.
 
     Raises:
-        RuntimeError: there is too little host memory.
+        RuntimeError: there is too little host memory, or it cannot be page-locked.
     """
     places: dict[Run, Place] = {}
     first = 0

@@ -1,9 +1,9 @@
 """Frozen parameters that are stored and all-gathered in 4 or 8 bits, and unpacked after each all-gather.
 
 `auto_wrap(quantize_frozen=)` packs (quantizes) the frozen matrices of blocks (transformer layers) to nf4 or fp8. Use it
-if the weights of a frozen base model do not fit in memory; the price is that each block is unpacked at each use. Packed
-weights can be neither trained nor changed. A model that transformers has loaded in bitsandbytes' nf4 is sharded without
-quantizing it again; bitsandbytes' fp4 and 8-bit weights are refused.
+if the weights of a frozen base model do not fit in memory; the price is that each block is unpacked after each
+all-gather. Packed weights can be neither trained nor changed. If transformers has loaded a model in bitsandbytes' nf4,
+the weights of its blocks are not quantized again; bitsandbytes' fp4 and 8-bit weights are refused.
 
 Files: `arithmetic` packs and unpacks; `choose` selects the parameters; `storage` stores and sends them; `bitsandbytes`
 converts weights that bitsandbytes has quantized.
@@ -29,10 +29,10 @@ if TYPE_CHECKING:  # at run time this import would be circular, because `options
 class Packed(Extension):
     """The extension of `auto_wrap` for quantized weights. `auto_wrap` calls its methods while it wraps a model.
 
-    It quantizes frozen weights, as `quantize_frozen` says, and shards weights that bitsandbytes has quantized.
+    It quantizes frozen weights if `quantize_frozen` is given, and shards weights that bitsandbytes has quantized.
 
     Args:
-        options: the options of the call of `auto_wrap`.
+        options: the arguments that were passed to `auto_wrap`.
     """
 
     def __init__(self, options: Options) -> None:
@@ -45,7 +45,7 @@ class Packed(Extension):
         admit_quantized(model)
         if late:
             refuse_quantized(
-                model, "Add it to the model before the first auto_wrap, because later ones shard no quantized weights."
+                model, "Add it to the model before the first auto_wrap, because later calls cannot shard it."
             )
 
     def recognizes(self, parameter: torch.nn.Parameter) -> bool:

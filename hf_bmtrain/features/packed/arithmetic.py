@@ -9,8 +9,8 @@ A tensor is packed in independent cells of CELL (16,384) elements. A cell of `nf
     8 bytes       padding
 
 An unpacked element is the value of its code times its scale, computed in float32 and rounded once. A scale is its
-dynamic value times the factor, plus the mean; the product and the sum are rounded to float32. The bits equal those of
-bitsandbytes with `quant_type="nf4"`, `blocksize=64` and compressed statistics.
+dynamic value times the factor, plus the mean; the product and the sum are rounded to float32. The unpacked bits equal
+those of bitsandbytes with `quant_type="nf4"`, `blocksize=64` and compressed statistics.
 
 A cell of `nf4_float32` has the same codes, followed by 256 scales in float32, as in bitsandbytes without compressed
 statistics.
@@ -32,10 +32,10 @@ from torch import Tensor
 from ...engine.base.arguments import expect
 from ...engine.base.launch import C_NAMES, Variant, kernel
 
-CELL = 16384
-BLOCK = 64
-THREADS = 256
-_BLOCKS = CELL // BLOCK
+CELL = 16384  # number of elements of a cell
+BLOCK = 64  # number of consecutive elements that share a scale
+THREADS = 256  # number of threads of a CUDA thread block
+_BLOCKS = CELL // BLOCK  # number of scales of a cell
 _CHUNK = 256  # number of cells that torch packs or unpacks at a time (16 MiB in float32)
 _FP8_MOST = 448.0
 
@@ -50,7 +50,7 @@ _NF4 = (
 class Format:
     """A format in which weights are packed: how many bits their codes and scales take, and what the codes mean.
 
-    A weight is unpacked as the value of its code times a scale, which 64 consecutive weights share.
+    An element of a weight is unpacked as the value of its code times a scale, which 64 consecutive elements share.
 
     Attributes:
         name: the format's name, which is its key in `FORMATS`.
@@ -74,7 +74,7 @@ class Format:
 
     @property
     def _codes(self) -> int:
-        """The number of bytes at the start of a packed cell (CELL elements) that contain codes. Scales follow them."""
+        """The number of bytes of the codes in a packed cell (CELL elements). The scales follow the codes."""
         return CELL * self.bits // 8
 
     def packed_bytes(self, numel: int) -> int:
@@ -98,7 +98,7 @@ class Format:
         if not len(flat) or flat.is_meta:
             return packed.view(-1)
         absmax = torch.cat([_blocks(chunk).abs().amax(-1) for chunk in flat.split(_CHUNK * CELL)])
-        # `PackedStorage.fill` puts the name of the weight and of the format before the texts of these errors.
+        # The errors below name neither the weight nor the format, because `PackedStorage.fill` adds both names.
         if not absmax.isfinite().all():
             raise ValueError(
                 "quantization needs finite values, but the weight contains inf or NaN (check the checkpoint from which "
@@ -128,8 +128,8 @@ class Format:
             The scales as `unpack` reads them from `tails`, (cells, 256) float32.
         """
         if self.scale_bits == 32:
-            # `most` is a tensor, because a GPU would compute a division by a Python number as a multiplication by
-            # its inverse, which rounds differently.
+            # `most` is a tensor, because a GPU would compute a division by a Python number as a multiplication by the
+            # number's inverse, which rounds differently.
             most = torch.full_like(absmax, _FP8_MOST)
             tails.view(torch.float32).copy_(absmax if self.values else absmax / most)
             return self._scales(tails)
@@ -174,13 +174,14 @@ class Format:
     ) -> Tensor:
         """Return the packed form of a tensor that is already quantized, from its 4-bit codes and scales.
 
-        Used for weights that bitsandbytes has quantized, because `pack`, which quantizes, could change their values.
+        Used for weights that bitsandbytes has quantized. Their codes and scales are copied, so the values stay exactly
+        the same. `pack` would have to quantize the unpacked weights a second time, which could change the values.
 
         Args:
             numel: the number of elements of the tensor.
-            codes: uint8, two elements per byte, the first one in the upper half.
-            scales: one per 64 elements: float32 or, if compressed, uint8. A compressed scale i represents the number
-                `dynamic_values[i] * factor + mean`.
+            codes: 1-D uint8, two elements per byte, the first one in the upper half.
+            scales: 1-D, one per 64 elements: float32 or, if compressed, uint8. A compressed scale i represents the
+                number `dynamic_values(device)[i] * factor + mean`.
             factors: for compressed scales, one float32 factor for each 256 consecutive scales; otherwise None.
             mean: for compressed scales, the float32 mean of the tensor's scales; otherwise None.
 
@@ -217,7 +218,7 @@ class Format:
         """
         cells = packed.numel() // self.cell_bytes
         expect("packed", packed, (torch.uint8,), (cells * self.cell_bytes,), out.device)
-        expect("out", out, tuple(C_NAMES), (cells * CELL,), packed.device)
+        expect("out", out, C_NAMES, (cells * CELL,), packed.device)
         if cells == 0 or out.is_meta:
             return
         if not out.is_cuda:
@@ -309,23 +310,13 @@ def _blocks(flat: Tensor) -> Tensor:
 
 @cache
 def variant(form: Format, dtype: torch.dtype) -> Variant:
-    """Return the CUDA source of the kernel that unpacks weights (kernels/quantize.cu), with the macros for a format.
+    """Return the CUDA source file and the macros from which the kernel that unpacks weights is compiled.
+
+    The source, kernels/quantize.cu, serves all formats and dtypes. The macros select one of each.
 
     form: the format of the packed weights.
-    dtype: the dtype to which they are unpacked.
+    dtype: the dtype of the unpacked weights: float32, float16 or bfloat16.
     """
     tables = "float" if form.values else "none"
     defines = {"BITS": str(form.bits), "SCALE_BITS": str(form.scale_bits), "ELEMENT": C_NAMES[dtype], "TABLES": tables}
     return Variant("quantize", tuple(defines.items()))
-
-
-def variants(arch: int) -> list[Variant]:
-    """Return all variants of this module's CUDA source: one for each packed format and dtype of unpacked elements.
-
-    A variant is a combination of macro definitions. Tests use this function to compile every variant. Training compiles
-    only those that it launches.
-
-    arch: the GPU's compute capability (90 is 9.0). Not used here, because the variants are the same for all GPUs. Some
-        other modules have a function `variants` whose result depends on it.
-    """
-    return [variant(form, dtype) for form in FORMATS.values() for dtype in C_NAMES]

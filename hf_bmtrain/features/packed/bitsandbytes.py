@@ -1,4 +1,6 @@
-"""Shard weights that bitsandbytes has quantized to 4 bits (`load_in_4bit=True`), without changing their codes.
+"""Shard models with weights that bitsandbytes has quantized to 4 bits (`load_in_4bit=True`).
+
+Weights that only one block uses keep their 4-bit codes. All others are dequantized.
 
 bitsandbytes is not imported; its classes are recognized by name, as transformers and PEFT do.
 """
@@ -12,6 +14,7 @@ from typing import Any
 
 import torch
 
+from ...engine.base.launch import C_NAMES
 from ...engine.sharding.slots import Place, find_places
 from ...engine.wrap.find import Chain
 from ...engine.wrap.root_params import shared_parameters
@@ -19,7 +22,6 @@ from .arithmetic import BLOCK, CELL, FORMATS, Format, dynamic_values
 from .storage import PackedParameter
 
 _log = logging.getLogger("hf_bmtrain")
-_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 _LOAD = (
     "Load the model with BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type='nf4', "
     "bnb_4bit_compute_dtype=torch.bfloat16). Or load it in an ordinary dtype, and pass quantize_frozen='nf4' or 'fp8' "
@@ -30,7 +32,8 @@ _LOAD = (
 class Linear4bit(torch.nn.Linear):
     """The class that replaces bitsandbytes' Linear4bit in a sharded model. It computes with the dequantized weight.
 
-    `adopt_quantized` sets existing layers to this class, so they keep their attributes, and no constructor is called.
+    `adopt_quantized` changes the class of existing layers to this one. The layers keep their attributes, and no
+    constructor is called.
 
     Attributes:
         compute_dtype: the dtype of the computation, set by bitsandbytes; None uses the dtype of the input.
@@ -60,16 +63,24 @@ def admit_quantized(model: torch.nn.Module) -> None:
 def refuse_quantized(model: torch.nn.Module, why: str) -> None:
     """Raise ValueError if bitsandbytes has quantized a weight of `model`.
 
-    why: the end of the message, which says what to do.
+    `auto_wrap` calls this in two cases in which it cannot shard such weights: if `quantize_frozen` is given, and if the
+    model was wrapped before and only parameters that were added since are sharded.
+
+    why: a sentence that ends the error message and says what to do, such as "Leave out quantize_frozen='nf4'."
     """
     for name in _find(model):
         raise ValueError(f"auto_wrap: '{name}' has been quantized by bitsandbytes. {why}")
 
 
 def quantized_facts(model: torch.nn.Module) -> dict[str, str]:
-    """Return {name: format and dtype} of the weights of `model` that bitsandbytes has quantized.
+    """Return the format and the unpacked dtype of each weight of `model` that bitsandbytes has quantized, as text.
 
-    `auto_wrap` compares the result between ranks. First call `admit_quantized`, which refuses unsupported weights.
+    `auto_wrap` uses the result to check that all ranks pass the same model: it must be equal on every rank. First call
+    `admit_quantized`, which refuses unsupported weights.
+
+    Returns:
+        A dict with one entry for each weight, for example
+        {"quantized 'model.layers.0.mlp.up_proj.weight'": "nf4 torch.bfloat16"}.
     """
     return {
         f"quantized '{name}'": f"{_form(_state(module, parameter)).name} {_dtype(module, parameter)}"
@@ -136,7 +147,7 @@ def _find(model: torch.nn.Module) -> dict[str, Place]:
 def _refusal(module: Any, key: str, parameter: Any) -> str | None:
     """Return why the quantized weight `parameter`, stored as `key` in `module`, cannot be sharded, or None if it can.
 
-    The text also says what the user can do instead.
+    The returned reason also says what the user can do instead.
     """
     computes = next(cls.__name__ for cls in type(module).__mro__ if "forward" in vars(cls))
     if type(parameter).__name__ == "Int8Params":
@@ -144,8 +155,8 @@ def _refusal(module: Any, key: str, parameter: Any) -> str | None:
     if computes != "Linear4bit" or key != "weight" or "forward" in vars(module):
         return (
             f"is the {key} of a {type(module).__name__} whose forward is {computes}'s or was set on the module, but "
-            "must be that of bitsandbytes' Linear4bit. A model that is dispatched to several devices has other "
-            f"forwards. {_LOAD}"
+            "only the weight of a layer with the forward of bitsandbytes' Linear4bit can be sharded. Dispatching a "
+            f"model to several devices replaces the forwards of its modules. {_LOAD}"
         )
     state, wanted = _state(module, parameter), (module.out_features, module.in_features)
     if state is None:
@@ -174,8 +185,8 @@ def _refusal(module: Any, key: str, parameter: Any) -> str | None:
             return f"has scales that are quantized in blocks of {state.state2.blocksize}, not 256. {_LOAD}"
         tables.append((state.state2.code, dynamic_values))
     if any(not torch.equal(table.float().cpu(), values(torch.device("cpu"))) for table, values in tables):
-        return f"is quantized with another table of values than nf4's. {_LOAD}"
-    if _dtype(module, parameter) not in _DTYPES:
+        return f"has codes or scales whose table of values is not the one that bitsandbytes uses for nf4. {_LOAD}"
+    if _dtype(module, parameter) not in C_NAMES:
         return (
             f"is dequantized to {_dtype(module, parameter)}, but only float32, float16 and bfloat16 are supported. "
             f"{_LOAD}"

@@ -22,13 +22,15 @@ from .arithmetic import CELL, Format
 
 @dataclass(frozen=True)
 class PackedKind(StorageKind):
-    """The StorageKind (how to shard) of frozen parameters that are packed, that is, quantized to 4 or 8 bits.
+    """The StorageKind of frozen parameters that are packed, that is, quantized to 4 or 8 bits.
 
-    Its method `make` returns the PackedStorage of a flat buffer (parameters that are sharded together).
+    A StorageKind tells `auto_wrap` in what form to store and send the shards of parameters. The method `make` of this
+    one returns a PackedStorage for a flat buffer (parameters that are sharded together).
 
     Attributes:
         form: the format in which the parameters are packed.
-        names: {id(parameter): name} of the parameters to pack. The names are for messages.
+        names: {id(parameter): name} of the parameters to pack, which `choose_quantized` has chosen. The names are for
+            error messages. In the `storage_kind` of a PackedParameter, which is packed already, the dict is empty.
     """
 
     form: Format
@@ -51,8 +53,8 @@ class PackedParameter(torch.nn.Parameter):
 
     Attributes:
         form: the format in which the values are packed.
-        pack: a function without arguments. It returns the packed values of the whole parameter, in cells of CELL
-            elements each, as a uint8 tensor in new memory.
+        pack: a function without arguments. It returns the packed values of the full parameter in new memory, as
+            (cells * form.cell_bytes,) uint8. Each cell contains the codes and scales of CELL (16,384) elements.
         storage_kind: the PackedKind of `form`, which tells `auto_wrap` how to shard the parameter.
     """
 
@@ -65,11 +67,12 @@ class PackedParameter(torch.nn.Parameter):
         """Create a PackedParameter from its shape and dtype and a function that returns its packed values.
 
         Args:
-            shape: the shape of the parameter.
+            shape: the shape of the full parameter, that is, of its unpacked values.
             dtype: the dtype of its unpacked values.
-            form: the packed format.
+            form: the format in which the values are packed.
             pack: a function without arguments, which is called when the parameter is sharded. It returns the packed
-                values of the whole parameter, in cells of CELL elements each, as a uint8 tensor in new memory.
+                values of the full parameter in new memory, as (cells * form.cell_bytes,) uint8. Each cell contains the
+                codes and scales of CELL (16,384) elements.
         """
         made: Any = make_subclass(cls, torch.empty(tuple(shape), dtype=dtype, device="meta"), False)
         made.form, made.pack, made.storage_kind = form, pack, PackedKind(form)
@@ -77,30 +80,33 @@ class PackedParameter(torch.nn.Parameter):
 
 
 class PackedStorage(Storage):
-    """Stores this rank's 1/N of frozen parameters, quantized ("packed") to 4 or 8 bits. The values never change.
+    """Stores this rank's shard of frozen parameters, quantized ("packed") to 4 or 8 bits. The values never change.
 
-    The elements are packed in cells of CELL (16,384) elements. No cell is divided between ranks.
+    The values are packed in cells. A cell contains the codes and scales of CELL (16,384) elements, and is never divided
+    between ranks.
 
-    An all-gather sends packed bytes. Then `after_gather` allocates the full buffer and unpacks the bytes into it, with
-    one kernel launch on the current stream. So a block that was all-gathered in advance takes only packed memory until
-    it runs. The full buffer is separate memory even with one rank. No unpacked shard exists: the attribute `shard` of
-    the flat buffer is only one NaN, expanded to the shape of an unpacked shard.
+    An all-gather sends packed bytes. When a block starts, `after_gather` allocates the full buffer and unpacks the
+    bytes into it, on a GPU with one kernel launch on the current stream. So until a block runs, it takes memory only
+    for packed bytes, even if it was all-gathered in advance. The full buffer is separate memory even with one rank.
+
+    This rank's shard is never kept in unpacked form. The attribute `shard` of the flat buffer has the shape and dtype
+    of an unpacked shard, but consists of a single NaN in memory, expanded to that shape.
 
     Attributes:
         full: the unpacked values of all ranks, allocated only while the block is unsharded.
-        stored: this rank's packed cells, uint8.
+        stored: this rank's packed cells, 1-D uint8.
     """
 
     unpacks = True
-    read_only = "they are quantized. To merge adapters, load the model without quantize_frozen"
+    read_only = "they are quantized. To merge adapters, load the model without quantize_frozen or load_in_4bit"
     full: ResizableStorage
     stored: torch.Tensor
 
     def __init__(self, form: Format, names: Sequence[str | None]) -> None:
-        """Create the storage of one flat buffer (parameters that are sharded together). `allocate` gets its memory.
+        """Create the storage of one flat buffer (parameters that are sharded together), without memory for its values.
 
         form: the packed format.
-        names: for errors, the name of each parameter; None for a PackedParameter, which is already packed.
+        names: the name of each parameter, for error messages; None for a PackedParameter, which is already packed.
         """
         self.form, self._names = form, names
 
@@ -123,9 +129,9 @@ class PackedStorage(Storage):
     def fill(self, parameters: Sequence[torch.nn.Parameter]) -> None:
         """Pack rank 0's values of `parameters`, and store this rank's part of the packed bytes in `stored`.
 
-        Collective: every rank must call it. Parameters are broadcast one at a time, so that at most one full parameter
-        is in memory. Every rank receives the full parameter, packs it in cells of CELL (16,384) elements, and copies
-        its own cells. A PackedParameter, whose values are packed already, is broadcast in packed form.
+        Collective: every rank must call it. Parameters are broadcast one at a time, so that the device needs memory for
+        only one full parameter. Every rank receives the full parameter, packs it in cells of CELL (16,384) elements,
+        and copies its own cells. A PackedParameter, whose values are packed already, is broadcast in packed form.
 
         Raises ValueError for values that the packed format cannot represent, such as inf and NaN.
         """
@@ -148,7 +154,7 @@ class PackedStorage(Storage):
             self.stored.view(-1, nbytes)[begin : begin + count] = packed[first : first + count]
 
     def _cells(self, parameter: torch.nn.Parameter) -> torch.Tensor:
-        """Return rank 0's complete `parameter`, packed: (bytes,) uint8 on this rank's device.
+        """Return all elements of rank 0's `parameter`, packed: (bytes,) uint8 on this rank's device.
 
         Collective: every rank must call it.
         """
@@ -189,7 +195,7 @@ class PackedStorage(Storage):
     def unpacked(self, index: int) -> torch.Tensor:
         """Return this rank's elements of one parameter, unpacked into new memory: (n,).
 
-        Called when code reads the local parameter. (Forwards of blocks use the all-gathered, full parameter instead.)
+        Called when the local parameter is read. (Forwards of blocks read the all-gathered, full parameter instead.)
 
         index: the index of the parameter in the flat buffer (the parameters that are sharded together).
         """
@@ -248,19 +254,19 @@ class QuantizedParameter(DistributedParameter):
 
     @property
     def quant_state(self) -> NoReturn:
-        """Reading it raises RuntimeError, which says that quantized weights cannot change.
+        """Raises RuntimeError when it is read: the error says that quantized weights cannot change.
 
-        bitsandbytes' parameters have an attribute of this name. PEFT reads it only to merge adapters into a quantized
-        weight, and the merged weight could not be stored here.
+        bitsandbytes' parameters have an attribute of this name. PEFT reads it, for example, to merge LoRA adapters into
+        a quantized weight. The merged weight could not be stored here.
         """
         raise written(self)
 
 
 class UnpackedSlice(ShardTensor):
-    """This rank's elements of a quantized parameter, unpacked into new memory, or a view of them.
+    """This rank's elements of a quantized parameter, unpacked into new memory, or a view of this memory.
 
-    `parameter.detach()`, `parameter.data`, and torch functions that return a view of the parameter's elements, return
-    this class. A write raises RuntimeError, because it would change only this copy and not the parameter.
+    `parameter.detach()`, `parameter.data`, and torch functions that return a view of the parameter's elements return
+    an object of this class. A write raises RuntimeError, because it would change only this copy and not the parameter.
     """
 
     @classmethod
@@ -280,23 +286,24 @@ class UnpackedSlice(ShardTensor):
 def written(parameter: DistributedParameter | ShardTensor) -> RuntimeError:
     """Return a RuntimeError that says that a write to a quantized parameter would be lost. The caller raises it.
 
-    parameter: the quantized parameter, or its unpacked copy (`UnpackedSlice`), that was written.
+    parameter: the quantized parameter, or its unpacked copy (`UnpackedSlice`), to which a write was made or attempted.
     """
     return RuntimeError(
-        f"{_told(parameter)} was written, but its quantized values cannot change, so the write would be lost. Load or "
-        "change weights before auto_wrap. To merge adapters, load the model without quantize_frozen or load_in_4bit."
+        f"{_told(parameter)} cannot be written, because its quantized values cannot change: the write would be lost. "
+        "Load or change weights before auto_wrap. To merge adapters, load the model without quantize_frozen or "
+        "load_in_4bit."
     )
 
 
 def _told(parameter: DistributedParameter | ShardTensor) -> str:
-    """Return the text by which errors refer to a quantized parameter: its shape and, if it is known, its name."""
+    """Return the words by which error messages refer to a quantized parameter: its shape and, if known, its name."""
     origin = getattr(parameter, "origin", None)
     name = "" if origin is None else f" ('{origin.path}')"
     return f"A quantized parameter of shape {tuple(parameter.full_shape)}{name}"
 
 
 def _unpack(parameter: QuantizedParameter) -> ShardTensor:
-    """Return this rank's elements of `parameter` in its dtype (not as quantized codes), in new memory."""
+    """Return this rank's elements of `parameter`, converted from quantized codes to its dtype, in new memory."""
     return UnpackedSlice.of(parameter.part, parameter.placement)
 
 

@@ -12,14 +12,21 @@ _COLUMNS = ("what", "block", "worst in it", "difference", "allowed", "rank")
 
 @dataclass(frozen=True)
 class Difference:
-    """The difference of one tensor between the two steps of `check_parity`: the sharded step and the plain step.
+    """The difference of one compared item between the two steps of `check_parity`: the sharded and the plain step.
+
+    An item is all tensors that one call of a module returns, the loss, or the gradient or update of a parameter.
 
     Attributes:
-        kind: "output" (of a module), "gradient" (of a parameter, averaged over the ranks) or "update" (of a parameter,
-            by one optimizer step).
-        block: the name of the block that contains the module or parameter, or its own name if it is outside blocks.
-        name: the name of the module or parameter.
-        largest: the largest absolute difference of an element; inf if an element is finite in only one of the steps.
+        kind: "output" (of a module; the loss is the output of the model), "gradient" (of a parameter, averaged over the
+            ranks) or "update" (of a parameter, by one optimizer step).
+        block: for an output, the name of the module, which is a block or a module outside blocks. For a gradient or
+            update, the name of the block that contains the parameter; outside blocks, the name of the parameter itself.
+            "" for the loss.
+        name: for an output, the name of the module, such as "head". For later calls of the same module the number of
+            the call follows: "head (call 2)". For a gradient or update, the name of the parameter. "" for the loss.
+        largest: the largest absolute difference of an element; inf if an element is infinite or NaN in one step and
+            does not have the same value in the other, if the shapes or the number of tensors differ, or if the module
+            ran in only one step.
         allowed: the largest absolute difference that is allowed.
         rank: the rank with the largest difference, relative to `allowed`; 0 until `merge` has compared the ranks.
     """
@@ -38,7 +45,7 @@ class Difference:
 
     @property
     def error(self) -> float:
-        """The largest difference divided by the allowed difference: above 1 if the tensor differs too much."""
+        """The largest difference divided by the allowed difference: above 1 if it is larger than allowed."""
         if self.largest == 0:
             return 0.0
         return self.largest / self.allowed if self.allowed else float("inf")
@@ -54,20 +61,26 @@ class Difference:
 class Parity:
     """The result of `check_parity`, the same on every rank.
 
-    Its `str` is a table. It has up to three lines for each block, and for each module or parameter outside blocks: the
-    largest differences of its outputs, of its gradients and of its weight updates.
+    `check_parity` runs one training step twice: with the sharded model (the sharded step), and with full weights in
+    plain torch (the plain step). A Parity contains the differences between these two steps.
 
-    `check_parity` runs one training step twice: with the sharded model, and with full weights in plain torch (the plain
-    step).
+    Its `str` is a table. For each block, and for each module or parameter outside blocks, it has up to three lines: one
+    with the largest difference of the outputs, one with that of the gradients, and one with that of the weight updates.
+    "Largest" means relative to the allowed difference.
 
     Attributes:
-        differences: one for each compared tensor. Outputs come first, in the order of the forward, then gradients, in
-            the order of the backward, and then weight updates.
+        differences: one for each compared item, in this order: outputs, as the modules' forwards ended; the loss;
+            gradients, in the reverse order of `model.parameters()`; weight updates, in the order of
+            `model.parameters()`.
         loss: the loss of the plain step, averaged over the ranks.
+        unrun_hooks: the number of hooks that `parameter.register_post_accumulate_grad_hook` has registered on the
+            model's parameters, on the rank with the most. Neither step runs them, so their effect on gradients was not
+            tested.
     """
 
     differences: tuple[Difference, ...]
     loss: float
+    unrun_hooks: int = 0
 
     @property
     def first(self) -> Difference | None:
@@ -90,11 +103,14 @@ class Parity:
         lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in rows]
         first = self.first
         end = "the sharded and the plain step agree" if first is None else f"the first that differs: {first}"
-        return "\n".join([*lines, f"loss {self.loss:.6g}: {end}"])
+        lines.append(f"loss {self.loss:.6g}: {end}")
+        if self.unrun_hooks:
+            lines.append(f"gradient hooks (register_post_accumulate_grad_hook) that were not run: {self.unrun_hooks}")
+        return "\n".join(lines)
 
 
 def _cells(each: Difference) -> tuple[str, ...]:
-    """Return the row of Parity's table for the Difference `each`, as one text per column."""
+    """Return the row of Parity's table for the Difference `each`, as one string per column."""
     mark = "  <- differs" if each.differs else ""
     inside = each.name[len(each.block) :].lstrip(".") if each.name.startswith(each.block) else each.name
     numbers = f"{each.largest:.3g}", f"{each.allowed:.3g}", f"{each.rank}{mark}"
@@ -102,14 +118,14 @@ def _cells(each: Difference) -> tuple[str, ...]:
 
 
 def merge(ranks: Sequence[Sequence[Difference]]) -> tuple[Difference, ...]:
-    """Combine the differences that the ranks have found: return the largest difference of each compared tensor.
+    """Combine the differences that the ranks have found: return the largest difference of each compared item.
 
     "Largest" means relative to the allowed difference. `check_parity` calls this on every rank, so that all ranks
-    return the same result. The differences are returned in the order in which `ranks` lists them.
+    return the same result. The differences are returned in the order in which each rank lists them.
 
-    Raises RuntimeError if the ranks compared different tensors, or compared them in another order.
+    Raises RuntimeError if the ranks compared different items, or the same items in different orders.
 
-    ranks: for each rank, in rank order, the list of its differences: one for each tensor that it compared.
+    ranks: for each rank, in rank order, the list of its differences: one for each item that it compared.
     """
     names = [[f"the {each.kind} of {each.name or 'the model'}" for each in own] for own in ranks]
     for rank, own in enumerate(names):
@@ -129,7 +145,7 @@ def merge(ranks: Sequence[Sequence[Difference]]) -> tuple[Difference, ...]:
 
 
 def largest_difference(got: torch.Tensor, wanted: torch.Tensor) -> float:
-    """Return max|got − wanted|, or inf if the shapes differ.
+    """Return max|got − wanted|, 0 for empty tensors, or inf if the shapes differ.
 
     `check_parity` compares a tensor of the sharded step (`got`) with the same tensor of the plain step (`wanted`).
     Equal infinities, or two NaNs, have the difference 0; any other pair with an infinity or NaN has the difference inf.

@@ -14,22 +14,30 @@ from ..replay.replay import Snapshot
 
 
 class TrainingState:
-    """A copy of the weights, gradients, buffers and attributes of `model`, and of the states of the random generators.
+    """Saves what the steps of `check_parity` change, so that training continues afterwards as if they had not run.
 
-    Only this rank's shards of the weights are copied. Creating this object also changes the model until `restore`:
-    sharded parameters have no gradients and no gradient hooks, and the backward recomputes every block (transformer
-    layer) that training may recompute. This replaces use_checkpoint="auto", which would otherwise measure the memory of
-    the steps of `check_parity`.
+    It contains copies of this rank's shards of the weights, of the buffers, and of the states of the random generators.
+    It also contains the attributes of modules, but does not copy tensors among them. Creating this object changes the
+    model until `restore` is called:
+
+    * Gradients and gradient hooks of sharded parameters are set aside. The steps of `check_parity` begin without
+      gradients, and call none of these hooks.
+    * Every block (transformer layer) is recomputed in backward, unless its recomputation is off. This replaces the
+      policy of use_checkpoint="auto", which would otherwise measure the memory of these steps.
 
     Args:
         model: the wrapped model.
         world: the ranks over which it is sharded.
+
+    Attributes:
+        hooks: the number of gradient hooks of sharded parameters, which are set aside until `restore`.
     """
 
     def __init__(self, model: torch.nn.Module, world: World) -> None:
         self._world = world
         self._forward = Snapshot.of(model, world.device)
         sharded_params = [p for p in model.parameters() if isinstance(p, DistributedParameter)]
+        self.hooks = sum(len(p._gradient_hooks) for p in sharded_params)
         self._weights = [(sharded, sharded.part.clone()) for sharded in sharded_params]
         self._others = [(p, p.grad) for p in model.parameters() if not isinstance(p, DistributedParameter)]
         self._states: list[Any] = [module._bmt for module in model.modules() if isinstance(module, CheckpointBlock)]
@@ -50,10 +58,11 @@ class TrainingState:
     def restore(self, weights: bool) -> None:
         """Restore the model and the random generators to their state before this object was created.
 
-        This restores gradients, buffers and attributes, and lets each block decide again as before whether to recompute
-        its forward. If a backward has failed, its gradients are dropped first.
+        If the backward of a `check_parity` step has raised an exception, its unfinished gradients and reductions are
+        dropped first. Then gradients, gradient hooks, buffers, attributes, random generators, and the policy by which
+        each block decides whether to recompute its forward are restored.
 
-        weights: whether to restore the weights too, which is needed only if they may have been written.
+        weights: whether to restore the weights too, which is needed only if an optimizer may have written them.
         """
         self._world.schedule.discard_failed_backward()
         self.rewind()

@@ -20,7 +20,7 @@ _DESCRIPTION = "Predict the memory of a training step from a configuration, with
 def parse(words: list[str] | None = None) -> argparse.Namespace:
     """Parse the options of `python -m hf_bmtrain.memory`. Return a namespace with one attribute per option.
 
-    If an option is wrong, print a message and exit the process. With --help, print the help and exit.
+    If an option is wrong, print a message and exit the process with status 2. With --help, print the help and exit.
 
     words: the options, without the program's name. None parses the options with which this process was started.
     """
@@ -28,7 +28,7 @@ def parse(words: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("config", metavar="CONFIG", help="a config.json of transformers, or its folder")
     parser.add_argument("--gpus", type=_positive, default=1, help="number of ranks, each with one GPU, on one host")
     parser.add_argument(
-        "--batch-size", "--rows", dest="rows", type=_positive, default=1, help="sequences in the batch of one GPU"
+        "--batch-size", "--rows", dest="rows", type=_positive, default=1, help="sequences in a micro-batch of one GPU"
     )
     parser.add_argument(
         "--seq-len", "--length", dest="length", type=_positive, default=2048, help="tokens in a sequence"
@@ -38,13 +38,13 @@ def parse(words: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--dtype", choices=tuple(DTYPES), default="bf16", help="dtype of the weights")
     parser.add_argument(
         "--optimizer", choices=("adam", "adam8", "adamw", "sgd", "muon"), default="adam",
-        help="adam: bmt.optim.AdamOptimizer; adam8: with state_bits=8; muon: bmt.optim.MuonOptimizer",
+        help="adam: bmt.optim.AdamOptimizer; adam8: the same with state_bits=8; muon: bmt.optim.MuonOptimizer",
     )  # fmt: skip
     parser.add_argument(
         "--offload", action="store_true", help="keep Adam's state in host memory (AdamOffloadOptimizer)"
     )
     parser.add_argument(
-        "--lora", type=_positive, default=0, metavar="RANK", help="train only LoRA adapters of this rank"
+        "--lora", type=_positive, default=0, metavar="RANK", help="train only LoRA adapters, whose rank (r) is RANK"
     )
     parser.add_argument("--keep-frozen", choices=tuple(KEEP_FROZEN), default="auto", help="keep_frozen of auto_wrap")
     parser.add_argument("--quantize", choices=QUANTIZE_FROZEN, help="quantize_frozen of auto_wrap; needs --lora")
@@ -53,7 +53,7 @@ def parse(words: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--mlp-chunks", type=_positive, default=1, help="mlp_chunks of auto_wrap")
     parser.add_argument(
         "--sequence-parallel", type=_positive, default=1, metavar="P",
-        help="sequence_parallel of auto_wrap: P GPUs share each row, and --batch-size counts the rows that they share",
+        help="sequence_parallel of auto_wrap: P GPUs share each sequence; --batch-size is the batch of all P GPUs",
     )  # fmt: skip
     parser.add_argument("--head", choices=("plain", "fused"), default="plain", help="fused: bmt.hf.fuse_causal_loss")
     parser.add_argument("--micro-batches", type=_positive, default=1, help="micro-batches (backward passes) per step")
@@ -62,7 +62,7 @@ def parse(words: list[str] | None = None) -> argparse.Namespace:
     if given.quantize and not given.lora:
         parser.error("--quantize applies to frozen weights, but there are none without adapters. Add --lora RANK.")
     if given.offload and given.optimizer != "adam":
-        parser.error(f"--offload works only with the Adam optimizer. Leave out --optimizer {given.optimizer}.")
+        parser.error(f"--offload works only with --optimizer adam (the default), not {given.optimizer}.")
     return given
 
 
@@ -83,6 +83,6 @@ def _gigabytes(text: str) -> float:
         value = 0.0
     if not 4 <= value < 1e6:
         raise argparse.ArgumentTypeError(
-            f"the memory of one GPU must be a number of GiB, at least 4, such as 80, got {text!r}"
+            f"the memory of one GPU must be a number of GiB from 4 to below 1,000,000, such as 80, got {text!r}"
         )
     return value

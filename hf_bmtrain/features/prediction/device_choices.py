@@ -51,11 +51,11 @@ def cuda_choices() -> Iterator[None]:
 
 
 def _dropout(values: torch.Tensor, p: float, train: bool) -> torch.Tensor:
-    """Emulate CUDA's `aten::dropout` for meta tensors: one kernel, which saves a mask for the backward.
+    """Emulate CUDA's `aten::dropout` for meta tensors: for 0 < p < 1, one kernel, which saves a mask for the backward.
 
-    values: the input.
+    values: the input. It is returned itself if nothing is to be dropped.
     p: the probability with which an element is dropped.
-    train: whether to drop elements; if not, `values` itself is returned.
+    train: whether to drop elements.
     """
     if p == 0 or not train or values.numel() == 0:
         return values
@@ -97,9 +97,9 @@ def _softmax_backward(gradient: torch.Tensor, result: torch.Tensor, dim: int, dt
     """Emulate CUDA's `aten::_softmax_backward_data` for meta tensors: it temporarily allocates a product of its inputs.
 
     gradient: the gradient of the softmax's result.
-    result: the softmax's result. It does not matter here, because meta tensors have no values.
-    dim: the dimension of the softmax, which does not matter either.
-    dtype: the dtype of the gradient that is returned, that of the softmax's input.
+    result: the softmax's result. Not used, because meta tensors have no values.
+    dim: the dimension of the softmax. Not used either.
+    dtype: the dtype of the softmax's input, and so of the gradient that is returned.
     """
     product = torch.empty_like(gradient)
     scores = torch.empty_like(gradient, dtype=dtype)

@@ -20,10 +20,16 @@ _ROUND = 512
 class Change(NamedTuple):
     """A change of a tensor's storage: it was allocated or grew (nbytes > 0), or it was freed or shrank (nbytes < 0).
 
+    An operation's workspace (memory that the operation would allocate and free again on CUDA) has no storage on the
+    meta device. It is represented by two changes with a number of its own: one with its size, then one with the
+    negative of its size.
+
     Attributes:
-        number: a number that identifies the storage.
-        nbytes: the change of the storage's size in bytes.
-        label: the part of the step in which the storage was allocated or grew; "" if it was freed or shrank.
+        number: a number that identifies the storage or workspace.
+        nbytes: the change of the storage's size in bytes. Sizes of storages, but not of workspaces, are rounded up to
+            multiples of 512 bytes, as by torch's allocator.
+        label: the part of the step in which the storage was allocated or grew, such as "backward"; "" if it was freed
+            or shrank. "workspace" in both changes of a workspace.
         shape: the shape of the first tensor in the storage, or () if it is unknown.
     """
 
@@ -36,10 +42,11 @@ class Change(NamedTuple):
 class LiveBytes(TorchDispatchMode):
     """Context manager that counts the bytes of all tensor storages on the meta device, which represents a GPU.
 
-    A storage counts from the operation that creates it until it is freed, or until `resize_` empties it. Page-locked
-    tensors (`pin_memory=True`) count as host memory. Tensors on the meta device have no values, so reading a value on
-    the host returns 0 or False. `torch.equal`, and reading a result of `torch.all`, return True, because models call
-    these functions to test for the usual case, such as a mask without padding.
+    A storage counts from the operation that creates it until it is freed, with its current size, which
+    `UntypedStorage.resize_` may change. Page-locked tensors (`pin_memory=True`) count as host memory. Tensors on the
+    meta device have no values, so reading a value on the host returns 0 or False. `torch.equal`, and reading a result
+    of `torch.all`, return True, because models call these functions to test for the usual case, such as a mask without
+    padding.
 
     Args:
         label: a function that returns the name of the part of the step that is running, for `Change.label`.
@@ -47,7 +54,8 @@ class LiveBytes(TorchDispatchMode):
     Attributes:
         live: the bytes of all live storages.
         host: the bytes of all page-locked tensors that were allocated so far, including freed ones.
-        peak: the largest `live` since `reset_peak`, or since the start.
+        peak: the largest sum of `live` and the workspace of the operation that was running, since the last call of
+            `reset_peak` (or since the start).
         changes: every change so far, in order.
     """
 
@@ -163,7 +171,8 @@ def workspace(function: Any, args: tuple) -> int:
     """Return the size in bytes of the temporary memory that an operation would allocate and free again on CUDA.
 
     Called for each operation on the meta device, where no such memory (workspace) is allocated. The size is computed
-    from the shapes of the arguments. It is 0 for all operators except the backwards of attention.
+    from the shapes of the arguments. It is 0 for all operators except the backwards of flash attention and of
+    memory-efficient attention.
 
     Args:
         function: the operator, such as `torch.ops.aten.mm.default`.

@@ -41,15 +41,17 @@ def predict_memory(
     Training is simulated on a copy of the model on torch's meta device, whose tensors have shapes but no values. Pass
     the arguments with which `auto_wrap` and the optimizer will be called. Not collective: a single rank may call it.
 
-    If this rank then trains the same model on a GPU, the call also checks the prediction: when the third step begins,
-    the predicted peak and the measured peak of the second step are logged. If they differ by more than 5 %, this is a
-    warning with the predicted table. An out-of-memory error shows the table too.
+    If this rank then trains the same model on a GPU, the prediction is also checked: when the third step begins, the
+    predicted peak is logged with the measured peak of the second step. If they differ by more than 5 %, a warning is
+    logged that contains the predicted table. The message of an out-of-memory error contains the table too.
 
     Args:
         model: the model before it is wrapped, on any device. It is not changed.
         batch: the keyword arguments of the model's forward for one micro-batch of one rank, with the labels, so that
-            the output has a `loss`. Only shapes and dtypes of tensors are used.
-        make_optimizer: a function that returns the optimizer for a list of parameters.
+            the output has a `loss`. Only the shapes and dtypes of its tensors are used.
+        make_optimizer: a function that returns the optimizer for a list of parameters, such as
+            `functools.partial(torch.optim.SGD, momentum=0.9)`. It is called with the sharded parameters of the copy
+            that require a gradient. The default is this library's AdamW.
         zero_level: as for `auto_wrap`.
         use_checkpoint: as for `auto_wrap`.
         micro_batches: the number of micro-batches (forwards and backwards) per step.
@@ -58,15 +60,17 @@ def predict_memory(
         float8: as for `auto_wrap`.
         offload_activations: as for `auto_wrap`.
         mlp_chunks: as for `auto_wrap`.
-        sequence_parallel: as for `auto_wrap`. `batch` must contain complete sequences, before they are split over
-            ranks.
+        sequence_parallel: as for `auto_wrap`. `batch` must contain all tokens of its sequences, not only those of one
+            rank.
 
     Returns:
         A `Prediction`, whose `str` is a table.
 
     Raises:
+        TypeError: a setting has the wrong type.
         ValueError: a setting is out of range, the model is already wrapped, or its output has no loss.
-        RuntimeError: the forward reads values of tensors, such as `.item()`, which the meta device does not have.
+        RuntimeError: the forward needs values of tensors, which the meta device does not have: for `nonzero`,
+            `tolist` or indexing by a mask, for example. (`item` raises no error: it returns 0, or a bool.)
     """
     world = current_world()
     if any(hasattr(parameter, "buffer") for parameter in model.parameters()):
@@ -89,7 +93,7 @@ def predict_memory(
 class Comparison(Observer):
     """Measures the peak memory of the second training step, and logs it with the predicted peak.
 
-    It is an observer: its methods are called at events of the forwards and steps.
+    As an observer, it is called before each forward of the model.
 
     Args:
         prediction: the prediction for one training step of the model.

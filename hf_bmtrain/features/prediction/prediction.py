@@ -34,7 +34,7 @@ ROWS = (
     ("workspace", "workspace of the operation at the peak"),
     ("cublas", "workspaces of cuBLAS"),
 )
-"""The rows of a printed prediction: (purpose of memory, the row's text)."""
+"""The rows of a printed prediction: (purpose of memory, label of the row)."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,10 @@ class Prediction:
 
     @property
     def peak(self) -> int:
-        """The bytes of all tensors at the peak of the step, including those outside torch's allocator."""
+        """The bytes of all tensors and workspaces at the peak of the step, also of those outside torch's allocator.
+
+        The CUDA context and libraries are not included; `device` adds them.
+        """
         return sum(self.table.values())
 
     @property
@@ -70,9 +73,9 @@ class Prediction:
 
     @property
     def device(self) -> int:
-        """The bytes used on the device at the peak of the step: all tensors, and the CUDA context and libraries.
+        """The bytes used on the device at the peak of the step: `peak`, and the CUDA context and libraries (`context`).
 
-        This is the sum of `peak` and `context`. Fragmentation of torch's allocator may take additional memory.
+        Fragmentation of torch's allocator may take additional memory.
         """
         return self.peak + self.context
 
@@ -93,8 +96,8 @@ def _size(nbytes: int) -> str:
 def usable_bytes(total: int, ranks: int) -> int:
     """Return the bytes available for tensors on a device: its memory minus the CUDA context, NCCL and a reserve.
 
-    The reserve is 5 % of the device, and at least 2 GiB. `DeviceMemory.usable` subtracts the same reserve, so that a
-    prediction and a plan for use_checkpoint="auto" start from the same number of bytes.
+    The reserve is 5 % of the memory, and at least 2 GiB, as in `DeviceMemory.usable`. So a prediction and a plan for
+    use_checkpoint="auto" start from about the same number of bytes, unless other processes use the device.
 
     Args:
         total: the bytes of memory of the device.
@@ -120,18 +123,23 @@ def predict(
 ) -> Prediction:
     """Predict the memory that a training step of `model` takes on one rank, by simulating training.
 
+    The number of ranks and the device's memory are arguments, so this also works without `init_distributed` and
+    without a GPU: `python -m hf_bmtrain.memory` uses it to predict the memory on any machine. In a running job,
+    `predict_memory` calls this with a copy of the user's model, the number of ranks over which it will be sharded, and
+    the memory of this rank's device.
+
     Args:
         model: a model on the meta device to which `auto_wrap` was not applied. It cannot be used afterwards.
         batch: the keyword arguments of its forward, on any device; the output must have a `loss`.
         make_optimizer: a function that returns the optimizer for a list of parameters.
-        ranks: the number of ranks, which is simulated too; this process needs neither a GPU nor other ranks.
-        total: the bytes of memory of the simulated device. It limits what use_checkpoint="auto" keeps, but a predicted
-            peak above it is no error.
+        ranks: the number of ranks to simulate. This process needs neither a GPU nor other processes.
+        total: the bytes of memory of the simulated device. It limits what use_checkpoint="auto" and keep_frozen="auto"
+            keep, but a predicted peak above it is not an error.
         micro_batches: the number of backwards per step.
         **options: passed to `auto_wrap`.
 
     Returns:
-        The predicted memory, of which `peak` and `device` are the totals.
+        The predicted memory, with the totals `peak` and `device`.
     """
     done = simulate(model, batch, make_optimizer, ranks, usable_bytes(total, ranks), micro_batches, **options)
     vocabulary = getattr(getattr(model, "config", None), "vocab_size", None)
@@ -169,7 +177,7 @@ def _table(done: Simulated, vocabulary: int | None, shapes: set[tuple[int, ...]]
 
 
 def _kind(label: str, shape: Sequence[int], vocabulary: int | None, shapes: set[tuple[int, ...]]) -> str:
-    """Guess what a tensor storage is used for that contains no parameters, gradient shards or optimizer state.
+    """Guess the purpose of a tensor storage that contains no parameters, gradient shards or optimizer state.
 
     Args:
         label: the part of the step in which the storage was allocated (see `simulation._label`).

@@ -43,7 +43,7 @@ class _Quiet(SingleProcess):
 
 
 class _Echo(ObjectComm):
-    """Exchanges Python objects between `size` simulated ranks, as if all of them sent the same objects as this one."""
+    """Exchanges Python objects between `size` simulated ranks, as if every rank sent the same object as this one."""
 
     def __init__(self, size: int) -> None:
         super().__init__(1, timedelta(0))

@@ -33,8 +33,8 @@ class Simulated:
     """The result of a simulation of a few training steps. Only the last step is used for the prediction.
 
     Attributes:
-        changes: a Change, with the number of bytes, for every allocation, release and change in size of a tensor's
-            storage since the start of the simulation, in order.
+        changes: all changes of memory since the start of the simulation, in order: one Change for each time that a
+            tensor's storage, or an operation's workspace, was allocated, released or resized.
         begin: the index in `changes` at which the last step begins.
         kinds: {number of a storage (`Change.number`): its purpose} for storages with parameters, gradients or optimizer
             state. A purpose says what the memory is used for, such as "gradient" (see `prediction.ROWS`). The purposes
@@ -109,8 +109,12 @@ def simulate(
         **options: passed to `auto_wrap`.
 
     Returns:
-        A `Simulated`: all changes of the allocated memory, where the last step begins among them, and what the memory
-        is used for.
+        A `Simulated`, which contains all changes of the allocated memory, the index of the change at which the last
+        step begins, and what the memory is used for.
+
+    Raises:
+        ValueError: the model's output has no loss, or `auto_wrap` refuses the model or an option.
+        RuntimeError: the forward needs values of tensors, which the meta device does not have.
     """
     stage = ["wrap"]
     live = LiveBytes(lambda: _label(world, stage[0]))
@@ -130,9 +134,8 @@ def simulate(
             _step(model, inputs, manager, live, stage, phases, micro_batches)
             kinds |= _kinds(model, optimizer, live)
         blocks = [module for module in model.modules() if isinstance(module, CheckpointBlock)]
-        return Simulated(
-            live.changes, begin, kinds, live.host, world.schedule.mapped_bytes, phases, tuple(map(_keeps, blocks))
-        )
+        kept = tuple(block._bmt.recompute.keeps_activations for block in blocks)
+        return Simulated(live.changes, begin, kinds, live.host, world.schedule.mapped_bytes, phases, kept)
 
 
 @contextmanager
@@ -202,7 +205,7 @@ def _label(world: World, stage: str) -> str:
     """Return the name of the part of the step that is running, for `Change.label`.
 
     In the forward it is "block", or "outside" if no block (transformer layer) is running. In the backward it is
-    "recomputation" or "backward". At other times it is `stage`.
+    "recomputation" while a forward is repeated, and otherwise "backward". At other times it is `stage`.
 
     world: the simulated world.
     stage: the phase of the simulation that is running: "wrap", "forward", "backward" or "optimizer".
@@ -213,10 +216,6 @@ def _label(world: World, stage: str) -> str:
     if stage == "forward":
         return "block" if depth > 1 else "outside"
     return stage
-
-
-def _keeps(block: Any) -> bool:
-    return block._bmt.recompute.keeps_activations
 
 
 def _kinds(model: torch.nn.Module, optimizer: torch.optim.Optimizer, live: LiveBytes) -> dict[int, str]:

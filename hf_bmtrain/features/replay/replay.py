@@ -1,11 +1,12 @@
 """Recompute a layer's forward that changes buffers, attributes, random generators, or containers in its arguments.
 
 `Replay` does this for a block. `Snapshot` is a saved copy of the state that a forward may change. It is also used to
-repeat the forward of a complete model.
+repeat the forward of a full model.
 """
 
 from __future__ import annotations
 
+import random
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -14,20 +15,22 @@ from itertools import chain
 from operator import is_not, itemgetter
 from typing import Any
 
+import numpy as np
 import torch
 
 from ...engine.base.torch_internals import optimize_scripts
 from ...engine.blocks.containers import ATOMS, containers_of, items_of
-from .generators import equal_states, generators_of, read_state, write_state
+from .generators import equal_states, is_generator, read_state, write_state
 
 _STANDARD = frozenset(vars(torch.nn.Module())) | {"_bmt", "_schedule", "float8_state", "config", "forward"}
 """Names of attributes that are not saved, because a forward does not change them: those of every torch.nn.Module, those
-of this library, and `config`."""
+of this library, `config` and `forward`."""
 _HOOKS = (
     "_forward_pre_hooks", "_forward_hooks", "_forward_pre_hooks_with_kwargs", "_forward_hooks_with_kwargs",
     "_forward_hooks_always_called",
 )  # fmt: skip
 """Attributes of a module with its forward hooks, {id: hook}, and with the options of these hooks, {id: True}."""
+_TRAINING = itemgetter("training")
 Buffers = Sequence[tuple[dict[str, Any], dict[str, torch.Tensor | None]]]
 """Pairs (module._buffers, {name: saved copy of the buffer}). A module may occur in several pairs."""
 
@@ -41,16 +44,19 @@ class Replay:
 
     The state consists of:
 
-    * Buffers. The layer's first forward in each mode (training, evaluation) copies all buffers, and compares their
-      values afterwards, for which the host waits for the device. Later forwards in this mode copy only the buffers that
-      the first one changed.
-    * Random generators: those of Python and NumPy, and those in attributes. Later forwards save only those that the
-      first one used. torch's default generators are left out, because torch's checkpoint restores them.
+    * Buffers. The layer's first forward in each mode copies all buffers, and compares their values afterwards, which
+      makes the host wait for the device. Later forwards in this mode copy only the buffers that the first one changed.
+      The mode is the attribute `training` of the layer and of all modules inside it.
+    * The mode: the recomputation runs in that of the forward, even if the user has called `eval()` since.
+    * Random generators: the global ones of Python and NumPy, and those in attributes and arguments, also inside
+      containers. Only those that the forward used are restored. torch's default generators are left out, because
+      torch's checkpoint restores them. Generators that only code refers to, such as global variables, are not found.
     * Attributes, and the items of containers in attributes and arguments. Only references to them are saved. If a
-      forward assigns another tensor, `restore` puts the old one back. If it writes to a tensor in place, the
+      forward assigns another tensor, `restore` puts the old one back. If a forward writes to a tensor in place, the
       recomputation reads the new values.
-    * Forward hooks of the modules inside the layer: the recomputation runs those of the forward, even if they have been
-      removed since, and no others. Hooks of the layer itself are left out, because they run outside its forward.
+    * Forward hooks of the modules inside the layer: the recomputation runs exactly the hooks that were registered in
+      the forward, even if they have been removed since. Hooks of the layer itself are left out, because they run
+      outside its forward.
 
     Args:
         layer: the module whose forward is recomputed. Its state includes that of all modules inside it.
@@ -60,25 +66,25 @@ class Replay:
         # This reference is weak, because the layer refers to this object, so a strong one would make a cycle.
         self._layer: torch.nn.Module = weakref.proxy(layer)  # pyright: ignore[reportAttributeAccessIssue]
         self._places = [(module._buffers, name) for module in layer.modules() for name in module._buffers]
-        # For each mode (the key is `layer.training`): the indices in `_places` of the buffers that a forward changes,
-        # and the random generators that it uses.
-        self._changing: dict[bool, set[int]] = {}
-        self._drawn: dict[bool, list[Any]] = {}
+        # For each mode (`Attributes.modes`): the indices in `_places` of the buffers that a forward changes.
+        self._changing: dict[tuple[bool, ...], set[int]] = {}
         self._attributes: Attributes | None = None
 
     def changes_buffers(self) -> bool | None:
-        """Return whether forwards in the present mode (training or evaluation) change the layer's buffers.
+        """Return whether forwards in the present mode (see `Replay`) change the layer's buffers.
 
-        A compiled block asks this before a forward that is to be recomputed. Its compiled graph may contain the
-        recomputation only if the result is False, because the graph would compute with the changed buffers. Otherwise,
-        torch's checkpoint recomputes the forward inside `restore`.
+        A compiled block calls this before a forward that is to be recomputed. If the result is False, the block's
+        compiled graph may contain the recomputation. Otherwise torch's checkpoint recomputes the forward inside
+        `restore`, because a recomputation in the graph would read the buffers after the forward has changed them.
 
         Returns:
             False for a layer without buffers. For a layer with buffers, None until its first forward in this mode has
             run inside `record`, which observes whether the forward changes them.
         """
-        changing = self._changing.get(self._layer.training)
-        return bool(changing) if changing is not None or not self._places else None
+        if not self._places:
+            return False
+        changing = self._changing.get(self._present_attributes().modes())
+        return None if changing is None else bool(changing)
 
     def _present_attributes(self) -> Attributes:
         """Return a copy of the layer's attributes: the last copy if they have not changed since, else a new one."""
@@ -102,21 +108,20 @@ class Replay:
 
         Raises:
             RuntimeError: at the end of the context, if the forward changed a buffer that was not copied. The layer's
-                first forward in each mode (training, evaluation) copies all buffers. Later ones copy only the buffers
-                that the first one changed.
+                first forward in each mode (see `Replay`) copies all buffers. Later ones copy only the buffers that the
+                first one changed.
         """
         keep_scripts()
-        training = self._layer.training
-        known = self._changing.get(training)
+        attributes, arguments = self._present_attributes(), Contents((*args, *kwargs.values()))
+        modes = attributes.modes()
+        known = self._changing.get(modes)
         before = {n: buffer for n, buffer in enumerate(self._present()) if buffer is not None}
         versions = {n: _version(buffer) for n, buffer in before.items()}
         copies = {n: buffer.clone() for n, buffer in before.items() if known is None or n in known}
-        drawn = generators_of(self._layer) if known is None else self._drawn[training]
-        generators, arguments = Generators(drawn), Contents((*args, *kwargs.values()))
-        attributes = self._present_attributes()
-        hooks = Hooks(attributes.hooks)
+        generators, hooks = Generators.reachable(attributes, arguments), Hooks(attributes.hooks)
         snapshot = Snapshot(self._by_module(copies), attributes, arguments, generators, hooks)
         yield snapshot
+        generators.keep_moved()  # to leave the others alone, from which another thread may draw during backward
         after = self._present()
         changed = {n for n, b in before.items() if after[n] is not b or _version(b) != versions[n]}
         if known is None:  # batch norm writes its buffers without incrementing their versions, so compare values too
@@ -124,22 +129,22 @@ class Replay:
         if changed - copies.keys():
             names = sorted(self._places[n][1] for n in changed - copies.keys())
             raise RuntimeError(
-                f"{type(self._layer).__name__} changed its buffers {names} in this forward but not in its first "
-                "forward in the same mode (training or evaluation). Therefore they were not copied, and this forward "
-                "cannot be recomputed. Pass use_checkpoint=False to auto_wrap."
+                f"{self._layer.__class__.__name__} changed its buffers {names} in this forward but not in its first "
+                "forward in the same mode (`training` of it and its modules). Only buffers that the first one changed "
+                "are saved for recomputation, so this forward cannot be recomputed. Pass use_checkpoint=False to "
+                "auto_wrap."
             )
         if known is None:
-            self._changing[training] = changed
-            self._drawn[training] = generators.moved()
+            self._changing[modes] = changed
             snapshot.buffers = self._by_module({n: copies[n] for n in changed})
 
     @contextmanager
     def restore(self, snapshot: Snapshot) -> Iterator[None]:
         """Context manager for a recomputation: inside it, the layer has the state that a snapshot contains.
 
-        The recomputation must run inside the context. The state is the layer's buffers and attributes, the items of
-        containers in attributes and arguments, random generators, and forward hooks (see `Replay`). At the end of the
-        context, also after an exception, the layer gets back the state that it had when the context began.
+        The recomputation must run inside the context. The state is the layer's buffers, mode and attributes, the items
+        of containers in attributes and arguments, random generators, and forward hooks (see `Replay`). At the end of
+        the context, also after an exception, the layer gets back the state that it had when the context began.
 
         Buffers that forwards change get their saved values: inside the context, each of them is a new tensor, so writes
         to it have no effect afterwards. Tensors in attributes and containers are the saved objects, not copies with
@@ -170,7 +175,7 @@ class Replay:
         return [(self._places[n][0], {self._places[n][1]: copy}) for n, copy in copies.items()]
 
     def _present(self) -> list[torch.Tensor | None]:
-        """Return the present buffers of the layer. One that was removed is None.
+        """Return the present buffers of the layer, with None in place of a buffer that was removed.
 
         The order is that of `_places`, the list of the layer's buffers when this object was created.
         """
@@ -194,7 +199,8 @@ class Snapshot:
         arguments: the items of the mutable containers (lists, dicts, caches) in the forward's arguments. Tensors among
             them are not copied.
         generators: the states of random generators.
-        hooks: forward hooks. `of` leaves them out, because a forward that only measures may itself set hooks.
+        hooks: forward hooks. `Snapshot.of` saves none, because a forward that only measures may register hooks itself:
+            `Snapshot.restore` then leaves all hooks as they are.
     """
 
     def __init__(
@@ -202,7 +208,8 @@ class Snapshot:
     ) -> None:
         self.buffers, self.attributes = buffers, attributes
         self.arguments, self.generators, self.hooks = arguments, generators, hooks
-        self._originals: Buffers = ()  # the buffers of which `buffers` contains copies; set only by `of`
+        self.modes = attributes.modes()
+        self._originals: Buffers = ()  # the buffers that `buffers` has copies of; set only by `Snapshot.of`
 
     @classmethod
     def of(cls, model: torch.nn.Module, device: torch.device, arguments: Iterable[Any] = ()) -> Snapshot:
@@ -217,15 +224,17 @@ class Snapshot:
             arguments: the arguments of the model's forward. Of the mutable containers in them (lists, dicts, caches),
                 the references to their items are saved. Tensors are not copied.
         """
-        generators = [*generators_of(model), torch.default_generator]
+        defaults = [torch.default_generator]
         if device.type != "cpu":
-            generators.append(torch.get_device_module(device).default_generators[device.index])
+            defaults.append(torch.get_device_module(device).default_generators[device.index])
         modules = list(model.modules())
+        attributes, contents = Attributes(modules), Contents(arguments)
+        generators = Generators.reachable(attributes, contents, defaults)
         originals = [(module._buffers, dict(module._buffers)) for module in modules]
         copies = [
             (buffers, {n: None if b is None else b.clone() for n, b in own.items()}) for buffers, own in originals
         ]
-        snapshot = cls(copies, Attributes(modules), Contents(arguments), Generators(generators), Hooks(()))
+        snapshot = cls(copies, attributes, contents, generators, Hooks(()))
         snapshot._originals = originals
         return snapshot
 
@@ -248,12 +257,12 @@ class Snapshot:
         self._restore_others()
 
     def show(self) -> Callable[[], None]:
-        """Put the saved state into the modules before a recomputation, and return a function that undoes this after it.
+        """Put the saved state into the modules for a recomputation, and return a function that undoes this afterwards.
 
         `Replay.restore` calls this. The modules get new buffer tensors with the saved values. Their present buffers are
         not overwritten (as `Snapshot.restore` would do), because autograd may have saved them for backward. The
-        returned function puts back the buffers, attributes, items of containers, states of generators and forward hooks
-        that were present before this call.
+        returned function puts back the buffers, mode, attributes, items of containers, states of generators and forward
+        hooks that were present before this call.
         """
         present = []
         for buffers, copies in self.buffers:
@@ -269,22 +278,24 @@ class Snapshot:
         return undo
 
     def _restore_others(self) -> Callable[[], None]:
-        """Set attributes, containers in the arguments, random generators and hooks, not buffers, to the saved state.
+        """Restore all but buffers: modes, attributes, containers in the arguments, random generators and hooks.
 
-        Return a function that sets them back to their state before this call.
+        Returns a function that sets all of these back to their state before this call.
         """
-        # Hooks are restored before `is_present` is called, because attributes also count as changed while a module has
-        # a hook for the first time.
+        # Restore hooks before calling `is_present`, which returns False if a module that had no hooks when the
+        # attributes were saved has some now.
         hooks = self.hooks.restore()
         # If no attribute has changed since it was saved, which is cheap to check, no copy of the present attributes is
         # needed: `undo` can restore them from the saved copy.
         attributes = self.attributes
         undo_attributes = None if attributes.is_present() else attributes.restore()
+        modes = attributes.set_modes(self.modes)
         arguments, generators = self.arguments.restore(), self.generators.restore()
 
         def undo() -> None:
             arguments.restore()
             generators.restore()
+            attributes.set_modes(modes)
             if undo_attributes is not None:
                 undo_attributes()
             elif not attributes.is_present():
@@ -303,18 +314,24 @@ class Contents:
     Args:
         values: any objects, such as the arguments of a forward. The mutable containers among them, and those nested in
             them or in tuples, are saved.
+
+    Attributes:
+        generators: the random generators among `values`, and in the containers and tuples.
     """
 
     def __init__(self, values: Iterable[Any]) -> None:
+        self.generators: list[Any] = []
         self._copies: dict[int, tuple[Any, Any]] = {}  # {id: (container, its copy)}
         self._find(values)
 
     def _find(self, values: Iterable[Any]) -> None:
-        """Add the mutable containers in `values`, and in their items, to `_copies`: {id: (container, its copy)}."""
+        """Add the containers in `values`, and in their items, to `_copies`, and the generators to `generators`."""
         for value in values:
             kind = type(value)
             if kind in ATOMS or kind is torch.Tensor:
                 continue
+            if is_generator(value):
+                self.generators.append(value)
             if isinstance(value, tuple):
                 self._find(value)
             for container in () if kind is tuple else containers_of(value):
@@ -380,7 +397,9 @@ class Attributes:
         modules: the layer, followed by all modules inside it.
 
     Attributes:
-        hooks: the dicts of the forward hooks of all modules inside the layer, and of the options of these hooks.
+        hooks: the dicts in which the modules inside the layer store their forward hooks and the options of these hooks,
+            for all modules in one list: the argument of `Hooks`. The layer's own hooks are not included.
+        generators: the random generators in the attributes, also inside containers and tuples.
     """
 
     def __init__(self, modules: Sequence[torch.nn.Module]) -> None:
@@ -389,9 +408,10 @@ class Attributes:
         # For each module: its `__dict__` (None for the layer, whose `__dict__` is found through `_layer`), and the
         # attributes that a forward may change.
         self._modules: list[tuple[dict[str, Any] | None, dict[str, Any]]] = []
+        self._inner = [vars(module) for module in modules[1:]]
         self._getters: list[tuple[dict[str, Any] | None, Callable[[dict], Iterable[Any]], int]] = []
         self.hooks: list[dict[int, Any]] = [getattr(module, name) for module in modules[1:] for name in _HOOKS]
-        self._without_hooks: list[dict[int, Any]] = []  # the dicts, all empty, of the modules that are left out
+        self._without_hooks: list[dict[int, Any]] = []  # hook dicts of the modules that are left out; empty when saved
         children = []
         for module in modules:
             if module._modules:
@@ -399,14 +419,15 @@ class Attributes:
             hooked = module._forward_hooks or module._forward_pre_hooks
             if hooked or not type(module).__module__.startswith("torch.nn."):
                 own, attributes = _own(vars(module)), None if module is modules[0] else vars(module)
-                # itemgetter returns a tuple only for two names or more, so two that always exist are added if needed.
+                # itemgetter returns a tuple only for two or more names. So if there are fewer, add names that always
+                # exist.
                 names = [*own, "training", "_modules"]
                 self._modules.append((attributes, own))
                 self._getters.append((attributes, itemgetter(*names[: max(2, len(own))]), len(vars(module))))
             else:
                 self._without_hooks += (module._forward_hooks, module._forward_pre_hooks)
         self._inside = Contents([*children, *(value for _, own in self._modules for value in own.values())])
-        containers = self._inside.containers
+        containers, self.generators = self._inside.containers, self._inside.generators
         self._dicts = [each for each in containers if isinstance(each, dict)]
         self._rows = [each for each in containers if not isinstance(each, dict)]
         self._values = self._read()
@@ -414,7 +435,8 @@ class Attributes:
     def _read(self) -> list[Any] | None:
         """Return all present attributes, and all items of containers in them, in one list, to compare them by identity.
 
-        Returns None if a module got or lost an attribute, or if a module that is left out got a hook.
+        Returns None if a module has got or lost an attribute since the attributes were saved, or if a module that was
+        left out because it had no hooks has some now.
         """
         if any(self._without_hooks):
             return None
@@ -437,12 +459,24 @@ class Attributes:
     def is_present(self) -> bool:
         """Return whether all attributes, and all items of containers in them, are still the objects that were saved.
 
-        Objects are compared by identity, which is faster than to copy them. If the result is True, `restore` would
+        Objects are compared by identity, which is faster than copying them. If the result is True, `restore` would
         change nothing, and this object can be used again for the next forward instead of a new copy.
         """
         known, values = self._values, self._read()
         assert known is not None
         return values is not None and len(values) == len(known) and not any(map(is_not, values, known))
+
+    def modes(self) -> tuple[bool, ...]:
+        """Return the present values of `training` of all modules, first the layer's."""
+        return self._layer().training, *map(_TRAINING, self._inner)  # pyright: ignore[reportOptionalMemberAccess]
+
+    def set_modes(self, modes: Sequence[bool]) -> Sequence[bool]:
+        """Set `training` of all modules to the values that `modes` returned earlier. Return the present values."""
+        present = self.modes()
+        if modes != present:
+            for attributes, training in zip([vars(self._layer()), *self._inner], modes):
+                attributes["training"] = training
+        return present
 
     def restore(self) -> Callable[[], None]:
         """Restore the saved attributes, and the items of containers in them. Return a function that undoes this."""
@@ -467,7 +501,7 @@ def _own(attributes: dict[str, Any]) -> dict[str, Any]:
 
 
 def _replace(attributes: dict[str, Any], own: dict[str, Any]) -> None:
-    """Replace all attributes of a module that its forward may change by the saved ones.
+    """Restore the saved attributes of a module, and delete those that were added after saving.
 
     attributes: the `__dict__` of the module. Changed in place.
     own: the saved attributes, {name: value}, as `_own` returned them.
@@ -480,7 +514,7 @@ def _replace(attributes: dict[str, Any], own: dict[str, Any]) -> None:
 class Generators:
     """The states of random generators (of Python, NumPy or torch), saved when this object is created.
 
-    `restore` sets the generators back to these states, and `moved` returns the generators that have been used since.
+    `restore` sets the generators back to these states.
 
     Args:
         generators: the generators. The modules `random` and `numpy.random` represent their global generators.
@@ -489,12 +523,27 @@ class Generators:
     def __init__(self, generators: Iterable[Any]) -> None:
         self._states = [(generator, read_state(generator)) for generator in generators]
 
-    def moved(self) -> list[Any]:
-        """Return the generators that have been used since their state was saved, so that their state differs now.
+    @classmethod
+    def reachable(cls, attributes: Attributes, arguments: Contents, others: Iterable[Any] = ()) -> Generators:
+        """Save the states of all generators from which a forward may draw, as far as they can be found.
 
-        Called after a layer's first forward: only these generators are saved in its later forwards.
+        None is saved while torch.compile traces the forward, because it cannot trace code that reads their states.
+
+        Args:
+            attributes: the attributes of the modules. Generators in them are saved.
+            arguments: the arguments of the forward. Generators in them are saved.
+            others: more generators to save, in addition to the global ones of Python and NumPy.
         """
-        return [generator for generator, state in self._states if not equal_states(state, read_state(generator))]
+        if torch.compiler.is_compiling():
+            return cls(())
+        return cls(dict.fromkeys((random, np.random, *attributes.generators, *arguments.generators, *others)))
+
+    def keep_moved(self) -> None:
+        """Forget the generators that have not been used since their state was saved.
+
+        Called after a forward, so that `restore` changes only the generators that the forward used.
+        """
+        self._states = [(each, state) for each, state in self._states if not equal_states(state, read_state(each))]
 
     def restore(self) -> Generators:
         """Set the generators back to the saved states.
@@ -511,13 +560,14 @@ class Hooks:
     """The forward hooks of modules, saved when this object is created. `restore` puts them back.
 
     Args:
-        dicts: the attributes `_HOOKS` of the modules. (A hook's handle refers to these dicts, so they are changed in
+        dicts: the dicts in which the modules store their forward hooks and the options of these hooks: the values of
+            the attributes that `_HOOKS` names. (A hook's handle refers to these dicts, so `restore` changes them in
             place.)
     """
 
     def __init__(self, dicts: Sequence[dict[int, Any]]) -> None:
         self._dicts = dicts
-        # Most layers have no hooks. Then nothing is copied, in each step.
+        # Most layers have no hooks, so do not copy their empty dicts.
         self._copies = [dict(each) for each in dicts] if any(dicts) else None
 
     def restore(self) -> Hooks:
@@ -534,18 +584,20 @@ class Hooks:
 
 # -- TorchScript ------------------------------------------------------------------------------------------------------
 # TorchScript profiles the first call of a function, and optimizes the function in the second. The optimized function
-# makes autograd save other tensors, in another order. torch's checkpoint matches the saved tensors of the forward and
-# the recomputation by their order, so it would mix them up. Therefore, from the first recomputed layer on, TorchScript
-# must not optimize any more functions. Each function stays as it is, optimized or not.
+# makes autograd save different tensors, in a different order. torch's checkpoint matches the saved tensors of the
+# forward and the recomputation by their order, so it would mix them up. Therefore, from the first recomputed layer on,
+# TorchScript must not optimize any more functions. Each function stays as it is, optimized or not.
 
 
 def keep_scripts() -> None:
     """Stop TorchScript from optimizing more functions in this thread. Functions that it has optimized stay optimized.
 
-    Called before each forward that will be recomputed, and before each recomputation, because the setting holds for one
-    thread. TorchScript optimizes a function at its second call, which may be the recomputation of the first. Autograd
-    would save other tensors in an optimized recomputation than in the forward, and torch's checkpoint would mix them
-    up.
+    Otherwise a recomputation could go wrong. TorchScript optimizes a function at its second call, which may be the
+    recomputation of the first call. Autograd would then save other tensors in the recomputation than in the forward.
+    torch's checkpoint matches the saved tensors of both by their order, so it would mix them up.
+
+    The setting holds only for the thread that calls this, and backward may recompute in a thread of autograd. So this
+    is called both before each forward that will be recomputed, and before each recomputation.
     """
     optimize_scripts(False)
 

@@ -1,4 +1,4 @@
-"""RouterLoad, which counts on the device how many tokens each expert gets, and averages the auxiliary loss."""
+"""RouterLoad, which counts on the device how many tokens each expert gets, and averages the routers' auxiliary loss."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ _log = logging.getLogger("hf_bmtrain")
 class RouterLoad(Observer):
     """Counts how many tokens a model's routers send to each expert in training, from its creation until `close`.
 
-    The counts stay on the device until `read`, the only method that waits for the GPU. Counting takes one more kernel
-    launch per layer in a training forward. Recomputations are not counted. For a model without experts, this class does
-    nothing.
+    The counts stay on the device until `read`, the only method that waits for the GPU. Counting adds one kernel per
+    layer of experts to each forward. This kernel also runs in evaluation and after `close`, but counts nothing then.
+    Recomputations are not counted. Only experts that have the interface of transformers' experts are counted.
 
     Args:
         model: the wrapped model, to which hooks are added.
@@ -59,13 +59,15 @@ class RouterLoad(Observer):
         Collective: every rank must call it.
 
         Returns:
-            A dictionary, which is empty if a layer counted no token.
+            A dictionary. It is empty if the model has no layers with experts that can be counted, or if one of these
+            layers got no token.
 
-            busiest_share: the largest share of its layer's tokens that any expert got; 1 / E if all E experts of every
-                layer got the same number. A token counts once for each of its experts.
+            busiest_share: the largest share of a layer's tokens that a single expert got, over all layers. It is 1 / E
+                if all E experts of every layer got the same number of tokens. A token counts once for each expert to
+                which it is sent.
             unused_experts: the number of experts that got no token, in all layers together.
-            aux_loss: the mean of the auxiliary loss in the model's outputs, before it is multiplied by its coefficient.
-                This entry is missing if the model returns no auxiliary loss.
+            aux_loss: the mean, over training forwards and ranks, of the auxiliary loss in the model's outputs, before
+                it is multiplied by its coefficient. This entry is missing if the model returns no auxiliary loss.
         """
         if not self._counters:
             return {}
@@ -119,13 +121,14 @@ class TokenCounter:
 
 
 def _counters_of(model: torch.nn.Module, world: World) -> tuple[torch.Tensor, dict[str, TokenCounter]]:
-    """Register a TokenCounter, a hook that counts the tokens of each expert, on each module of experts that has none.
+    """Register a TokenCounter on each module of experts in `model` that does not have one yet.
 
-    Returns the switch that all counters of the model share (1 while they count), and {name of module: counter}. Experts
-    that do not use transformers' interface, such as Llama 4's, are left out.
+    A TokenCounter is a hook that counts the tokens of each expert. Returns the switch that all counters of the model
+    share (1 while they count), and {name of module: counter}. Experts that do not use transformers' interface, such as
+    Llama 4's, are left out.
 
     model: the model whose experts are counted.
-    world: the world (set of ranks), on whose device the counts are.
+    world: the world (set of ranks), whose device stores the counts.
     """
     counters: dict[str, TokenCounter] = {}
     missing = []

@@ -16,7 +16,7 @@ import logging
 
 import torch
 
-from ...engine.wrap.accelerator import divide_batches, ranks_per_row, share_batches, share_rows
+from ...engine.wrap.accelerator import divide_batches, share_batches, share_rows
 from ...engine.wrap.extension import Extension, WrapPlan
 from ..options import Options
 from .attention import ROW, register
@@ -31,19 +31,12 @@ class SequenceParallel(Extension):
     """The extension of `auto_wrap` that applies `sequence_parallel=P`: P ranks share the tokens of each sequence.
 
     Args:
-        options: the options of `auto_wrap`, of which `sequence_parallel` and `use_checkpoint` are read.
+        options: the arguments that were passed to `auto_wrap`. Only `sequence_parallel` and `use_checkpoint` are used.
     """
 
     def __init__(self, options: Options) -> None:
         self._size, self._plans = options.sequence_parallel, options.use_checkpoint == "auto"
         self._blocks: list[torch.nn.Module] = []
-
-    def admit(self, model: torch.nn.Module, late: bool) -> None:
-        if late and self._size not in (1, ranks_per_row(model)):
-            raise ValueError(
-                f"auto_wrap: this model was wrapped with sequence_parallel={ranks_per_row(model)}, which cannot be "
-                f"changed to {self._size} later. Load the model again, or leave sequence_parallel out of this call."
-            )
 
     def choose(self, plan: WrapPlan) -> None:
         if self._size == 1:
@@ -51,7 +44,7 @@ class SequenceParallel(Extension):
         if plan.world.size % self._size:
             raise ValueError(
                 f"auto_wrap: sequence_parallel={self._size} must divide the number of ranks, {plan.world.size}. Pass a "
-                "divisor of this number, or start another number of ranks."
+                "divisor of this number, or start a different number of ranks."
             )
         self._blocks = choose_blocks(plan.model, plan.layers)
 

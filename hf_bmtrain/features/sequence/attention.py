@@ -30,14 +30,16 @@ _INTERFACE = "ALL_ATTENTION_FUNCTIONS"
 
 @dataclass(frozen=True)
 class Row:
-    """The division of a forward's rows (sequences) among ranks, as attention modules need it.
+    """What the attention of a block must know about the rows (sequences) of a batch in one forward.
 
-    Before each forward of a block, it is stored in the block's attention modules, as the attribute that `ROW` names.
+    The block processes only this rank's tokens, but its attention needs all tokens of a row. Before each forward of a
+    block, a Row is stored in the block's attention modules, as the attribute that `ROW` names. The attention function
+    that `register` has registered reads it.
 
     Attributes:
-        parts: says how many tokens a row has, and which of them each rank has.
-        positions: the position ids of all tokens, or None if the block gets none. Flash attention uses them to
-            distinguish packed documents.
+        parts: how the tokens of a row are divided: which of them each rank has. All rows are divided alike.
+        positions: the block's argument `position_ids` for all tokens of the rows, as the model has passed it, or None
+            if the block gets none. Flash attention uses it to distinguish packed documents.
     """
 
     parts: Parts
@@ -47,15 +49,15 @@ class Row:
 def is_attention(module: torch.nn.Module) -> bool:
     """Return whether the forward of `module` uses transformers' attention interface (ALL_ATTENTION_FUNCTIONS).
 
-    Called to find the attention modules of a block. Sequence parallelism replaces the function that they call through
-    this interface.
+    Called to find the attention modules of a block. Sequence parallelism replaces the function that these modules call
+    through this interface.
     """
     code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
     return code is not None and _INTERFACE in code.co_names
 
 
 def register(inner: str) -> str:
-    """Register the attention function for shared rows with transformers, and return the name that selects it.
+    """Register with transformers an attention function for shared rows, and return the name that selects it.
 
     A shared row is a sequence whose tokens are divided among several ranks. `auto_wrap` writes the returned name, such
     as "sequence_of_sdpa", into the configuration of attention modules, which makes them call the registered function.
@@ -89,7 +91,8 @@ def _attend(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Compute the attention of `module` for this rank's tokens.
 
-    Collective: every rank of the group must call it. The signature is that of transformers' attention interface.
+    Collective: every rank of the group must call it. The signature is that of transformers' attention interface. If
+    `module` belongs to a model that is not wrapped, this rank has all tokens, so only `inner` is called.
 
     Args:
         inner: the name of the attention function to call for this rank's heads, such as "sdpa".
@@ -120,7 +123,7 @@ def _attend(
     rows = (tensor.to(dtype).permute(2, 0, 1, 3) for tensor in (query, key, value))
     exchanged = heads_from_rows(parts, division, *rows)
     query, key, value = (tensor.permute(1, 2, 0, 3) for tensor in exchanged)
-    if not own:  # there are fewer heads than ranks, so this rank only takes part in the exchanges
+    if not own:  # there are fewer heads than ranks: this rank has no head, but must still call the collectives
         output = value.transpose(1, 2)
     else:
         places = heads.repeated(parts.rank)

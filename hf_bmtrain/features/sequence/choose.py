@@ -36,7 +36,7 @@ def choose_blocks(model: torch.nn.Module, layers: Sequence[torch.nn.Module]) -> 
     These are the blocks that process text. Blocks of a vision or audio tower are left out.
 
     Args:
-        model: a model of transformers.
+        model: a model from transformers.
         layers: the model's blocks (transformer layers).
 
     Raises:
@@ -45,8 +45,8 @@ def choose_blocks(model: torch.nn.Module, layers: Sequence[torch.nn.Module]) -> 
     kind, config = type(model).__name__, getattr(model, "config", None)
     if not hasattr(config, "get_text_config"):
         raise ValueError(
-            f"auto_wrap: sequence_parallel needs a model of transformers, but {kind} has no `config` of transformers. "
-            f"{_WAY_OUT}"
+            f"auto_wrap: sequence_parallel needs a model from the transformers library, but {kind} has no `config` "
+            f"from that library. {_WAY_OUT}"
         )
     text: Any = config.get_text_config()  # pyright: ignore[reportOptionalMemberAccess]
     reason = _why_not(model, config, text)
@@ -108,11 +108,15 @@ def trunk_of(model: torch.nn.Module, layer: torch.nn.Module) -> torch.nn.Module:
 
 
 def sets_shape(trunk: torch.nn.Module) -> bool:
-    """Return whether the forward of `trunk` reshapes the last block's output to the shape of the trunk's input.
+    """Return whether the forward of `trunk` reshapes the last block's output to the shape of the trunk's own input.
 
-    GPT-2's forward does this, for example. The output of the last block must then have all tokens of the sequence.
+    GPT-2's forward does this, for example. With sequence parallelism, the trunk's input has all tokens of a sequence,
+    but the output of the last block has only this rank's tokens, so the reshape would fail. Therefore, if this function
+    returns True, `SharedRows.watch` registers a hook that pads the block's output to the length of the sequence.
 
-    trunk: the module that calls the blocks.
+    The result is a guess: it is True if the forward has a local variable named `output_shape`.
+
+    trunk: the module whose forward calls the blocks.
     """
     code = getattr(inspect.unwrap(type(trunk).forward), "__code__", None)
     return code is not None and "output_shape" in code.co_varnames
@@ -121,8 +125,9 @@ def sets_shape(trunk: torch.nn.Module) -> bool:
 def loss_kind(model: Any) -> str | None:
     """Return which kind of loss the forward of `model` computes from labels.
 
-    The kind determines how the labels are divided among the ranks, and how the ranks' losses are combined.
-    `num_items_in_batch` is the argument of a forward by which transformers' losses divide the sum over labels.
+    The kind determines how the labels are divided among the ranks, and how the ranks' losses are combined. Below,
+    `num_items_in_batch` is an argument of the forward: transformers' losses divide the sum of the losses of all labels
+    by this number.
 
     Returns:
         "shifted": transformers' causal loss, which shifts `labels` by one, or uses the shifted labels `shift_labels`.
@@ -149,7 +154,7 @@ def loss_kind(model: Any) -> str | None:
 def _passes_keywords(forward: Callable[..., Any]) -> bool:
     """Return whether `forward` passes its additional keyword arguments (`**kwargs`) to `self.loss_function`.
 
-    False also if the source of `forward` is not available.
+    Also returns False if the source of `forward` is not available.
     """
     try:
         source = textwrap.dedent(inspect.getsource(forward))
@@ -224,7 +229,7 @@ def _why_not_layer(layer: torch.nn.Module, attentions: Sequence[Any]) -> str | N
 
 
 def _mixes(module: torch.nn.Module) -> bool:
-    """Return whether `module` may combine tokens in another way than attention, as a convolution or recurrence does.
+    """Return whether `module` may combine tokens in a way other than attention, as a convolution or recurrence does.
 
     Sequence parallelism does not support blocks with such modules.
     """

@@ -26,7 +26,7 @@ def heads_from_rows(parts: Parts, heads: Division, *tensors: Tensor) -> tuple[Te
     """Exchange this rank's tokens of all heads for all tokens of this rank's heads, in one all-to-all.
 
     Called before attention, for queries, keys and values, so that each rank can compute the attention of its heads over
-    complete rows (sequences). Collective: every rank of the group whose ranks share the rows must call it.
+    all tokens of the rows (sequences). Collective: every rank of the group that shares the rows must call it.
 
     Args:
         parts: the division of the tokens of a row among the ranks of the group.
@@ -43,8 +43,8 @@ def heads_from_rows(parts: Parts, heads: Division, *tensors: Tensor) -> tuple[Te
 def rows_from_heads(parts: Parts, heads: Sequence[range], tensor: Tensor) -> Tensor:
     """Exchange all tokens of this rank's heads for this rank's tokens of all heads, in one all-to-all.
 
-    Called after attention, for its output, of which each rank has computed some heads over complete rows (sequences).
-    Collective: every rank of the group whose ranks share the rows must call it.
+    Called after attention, in which each rank has computed the output of its heads for all tokens of the rows
+    (sequences). Collective: every rank of the group that shares the rows must call it.
 
     Args:
         parts: the division of the tokens of a row among the ranks of the group.
@@ -60,12 +60,16 @@ def rows_from_heads(parts: Parts, heads: Sequence[range], tensor: Tensor) -> Ten
 def gather_tokens(parts: Parts, tensor: Tensor) -> Tensor:
     """Gather the tokens of all ranks that share rows: (rows, this rank's tokens, ...) becomes (rows, all tokens, ...).
 
-    Collective: every rank of the group must call it. All ranks must compute the same loss from the result, so that the
-    result's gradient is equal on all ranks. Then backward needs no communication: it returns this rank's tokens of that
-    gradient, times the number of ranks in the group, because gradients of parameters are averaged over all ranks later.
+    Collective: every rank of the group must call it. All ranks must compute the same loss from the result. Then the
+    gradient of the result is equal on all ranks, and backward needs no communication: it selects this rank's tokens of
+    the gradient, and multiplies them by the number of ranks in the group.
+
+    The multiplication corrects the gradients of parameters. Each rank computes them from its own tokens only, so they
+    should be summed over the group. But later they are averaged over all ranks, which also divides the group's sum by
+    the size of the group.
 
     Args:
-        parts: the division of the tokens of a row (sequence).
+        parts: the division of the tokens of a row (sequence) among the ranks.
         tensor: (rows, this rank's tokens, ...).
     """
     return _GatherTokens.apply(parts, tensor)
@@ -74,8 +78,12 @@ def gather_tokens(parts: Parts, tensor: Tensor) -> Tensor:
 def mean_over_group(parts: Parts, loss: Tensor) -> Tensor:
     """Return the mean of the losses (scalars) of the ranks that share rows.
 
-    Collective: every rank of the group must call it. In backward, the gradient of each rank's loss is that of the mean.
-    It is not divided by the number of ranks, because gradients of parameters are averaged over all ranks later.
+    Collective: every rank of the group must call it.
+
+    Backward gives each rank's loss the gradient of the mean, and does not divide it by the number of ranks. The missing
+    division corrects the gradients of parameters. Each rank computes them from its own tokens only, so they should be
+    summed over the group. But later they are averaged over all ranks, which also divides the group's sum by the size of
+    the group.
 
     Args:
         parts: the division of the tokens of a row (sequence) among the ranks.
@@ -107,15 +115,14 @@ def _scatter_heads(parts: Parts, heads: Division, tensors: Sequence[Tensor]) -> 
     return _views(received, [len(each[parts.rank]) for each in heads], tensors)
 
 
-def _collect_heads(parts: Parts, heads: Division, tensors: Sequence[Tensor], totals: Sequence[int]) -> list[Tensor]:
+def _collect_heads(parts: Parts, heads: Division, tensors: Sequence[Tensor]) -> list[Tensor]:
     """Exchange all tokens of this rank's heads for this rank's tokens of all heads, in one all-to-all without autograd.
 
     If several ranks have the same head, their values are summed. Collective: every rank of the group must call it.
 
     parts: the division of the tokens of a row (sequence).
-    heads: for each tensor, the heads of each rank.
+    heads: for each tensor, the heads of each rank. The last rank's range ends with the last of all heads.
     tensors: (all tokens, rows, this rank's heads, d). The results are (this rank's tokens, rows, all heads, d).
-    totals: for each tensor, the number of different heads of all ranks together.
     """
     own, rows = len(parts.own), tensors[0].shape[1]
     widths = [_width(heads, tensors, rank) for rank in range(parts.size)]
@@ -127,7 +134,7 @@ def _collect_heads(parts: Parts, heads: Division, tensors: Sequence[Tensor], tot
     counts = [len(tokens) * rows * width for tokens in parts.tokens]
     sizes = [own * rows * each for each in widths]
     parts.group.all_to_all(received, sent.view(-1), sizes, counts).wait()
-    found = [tensor.new_zeros(own, rows, total, tensor.shape[3]) for tensor, total in zip(tensors, totals)]
+    found = [tensor.new_zeros(own, rows, each[-1].stop, tensor.shape[3]) for tensor, each in zip(tensors, heads)]
     for rank, chunk in enumerate(received.split(sizes)):
         views = _views(chunk.view(own, rows, widths[rank]), [len(each[rank]) for each in heads], tensors)
         for view, tensor, each in zip(views, found, heads):
@@ -157,19 +164,19 @@ def _views(packed: Tensor, counts: Sequence[int], tensors: Sequence[Tensor]) -> 
 class _HeadsFromRows(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, parts: Parts, heads: Division, *tensors: Tensor):
-        ctx.parts, ctx.heads, ctx.totals = parts, heads, [tensor.shape[2] for tensor in tensors]
+        ctx.parts, ctx.heads = parts, heads
         return tuple(_scatter_heads(parts, heads, tensors))
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor):
-        return None, None, *_collect_heads(ctx.parts, ctx.heads, gradients, ctx.totals)
+        return None, None, *_collect_heads(ctx.parts, ctx.heads, gradients)
 
 
 class _RowsFromHeads(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, parts: Parts, heads: Sequence[range], tensor: Tensor):
         ctx.parts, ctx.heads = parts, heads
-        return _collect_heads(parts, [heads], [tensor], [heads[-1].stop])[0]
+        return _collect_heads(parts, [heads], [tensor])[0]
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor):

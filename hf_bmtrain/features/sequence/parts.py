@@ -29,8 +29,8 @@ def divide(count: int, size: int) -> list[range]:
 class Parts:
     """The division of a row's tokens among the ranks of a group. A row is one sequence of a batch.
 
-    The communicator of the group is not an attribute, but looked up in the world when it is needed. So a model that
-    refers to this object can be deep-copied.
+    This object does not store the communicator of the group, so a model that refers to this object can be deep-copied.
+    The property `group` gets the communicator from the current world each time.
 
     Attributes:
         length: the number of tokens in a row.
@@ -44,7 +44,7 @@ class Parts:
 
     @cached_property
     def tokens(self) -> list[range]:
-        """The positions of the tokens in the row (sequence) that each rank of the group gets: one range per rank."""
+        """For each rank of the group, the range of the positions of its tokens in the row (sequence)."""
         return divide(self.length, self.size)
 
     @property
@@ -97,14 +97,21 @@ class Heads:
                 for heads in self.of_queries]  # fmt: skip
 
     def repeated(self, rank: int) -> list[int] | None:
-        """Return the key-value head of each query head of `rank`, or None if attention functions find it themselves.
+        """Return which key-value head each query head of `rank` uses, or None if the heads need not be copied.
 
         Attention functions assume that each key-value head belongs to the same number of consecutive query heads. If
-        this is false for the heads of `rank`, the caller gives the attention function one key-value head for each query
-        head, by copying the heads that this method returns.
+        this is true for the heads of `rank`, the result is None. If it is false, the caller copies key-value heads, so
+        that each query head has its own.
+
+        For example, divide 12 query heads and 3 key-value heads between 2 ranks. Rank 0 has 6 query heads, of which
+        four use its first key-value head, and two use its second. The result is [0, 0, 0, 0, 1, 1].
+
+        Args:
+            rank: the index of a rank in the group.
 
         Returns:
-            For each query head of the rank, an index into the rank's key-value heads. None if the assumption is true.
+            For each query head of the rank, the index of its key-value head among the key-value heads of the rank; or
+            None.
         """
         share, queries, keys = self.queries // self.keys, self.of_queries[rank], self.of_keys[rank]
         places = [head // share - keys.start for head in queries]

@@ -1,8 +1,9 @@
 """SharedRows: hooks on the forwards of a model and its blocks that make the ranks of a group share rows.
 
 A row is a sequence of the batch. The model itself gets the whole row: it embeds all tokens, and makes positions and
-masks for all of them. A hook before each block selects this rank's tokens, and the rest of the model (blocks, last
-norm, head, loss) processes only these. So the hooks do not depend on how a model computes its embeddings and masks.
+masks for all of them. A hook before each block selects this rank's tokens, and the rest of the model (blocks, head,
+loss, and usually the last norm) processes only these. So the hooks do not depend on how a model computes its
+embeddings and masks.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ _log_once = functools.cache(_log.info)
 _IGNORED = -100
 _COUNT = "num_items_in_batch"
 _CACHES = ("cache", "past_key_values")
-"""The names of the arguments by which models of transformers, and their blocks, get a key-value cache."""
+"""The names of the arguments by which models from transformers, and their blocks, get a key-value cache."""
 _DIVIDED = {
     "", "logits", "prediction_logits", "last_hidden_state", "hidden_states", "log_probs", "entropy", "is_top1",
     "label_mask", "log_sum_sq_probs", "mean_logits",
@@ -45,7 +46,8 @@ class SharedRows:
     """Hooks on a model that make each group of `size` consecutive ranks share the rows (sequences) of its batches.
 
     All ranks of a group must get the same batch. In the blocks, each rank processes only a part of each row's tokens.
-    The outputs that the model returns, such as the logits, have all tokens again.
+    The outputs that the model returns, such as the logits, have all tokens again. (A training forward with labels
+    returns no logits.)
 
     Attributes:
         size: the number of ranks in a group.
@@ -56,7 +58,7 @@ class SharedRows:
 
         Collective: every rank must call it.
 
-        model: the outermost module, for `follow`. Call `watch` for the hooks on its blocks.
+        model: the outermost module, which is passed to `follow`. Call `watch` to register the hooks on its blocks.
         size: the number of ranks in a group, which share the rows (sequences) of a batch.
         """
         self.size, self._rank = size, current_world().rank % size
@@ -72,13 +74,14 @@ class SharedRows:
     def follow(self, model: torch.nn.Module) -> None:
         """Register the hooks that run before and after the forward of `model`, the outermost module.
 
-        The hook before the forward checks the arguments, decides which tokens this rank processes, and replaces the
-        labels by those of these tokens. The hook after the forward averages the loss over the ranks of the group, and
-        gathers the outputs, such as the logits, for all tokens.
+        The hook before the forward checks the arguments, decides which tokens this rank processes, and selects the
+        labels of these tokens. The hook after the forward averages the loss over the ranks of the group, and
+        gathers the outputs, such as the logits, for all tokens. (After a training forward with labels, it drops the
+        logits instead.)
 
         Called by the constructor, and again when `auto_wrap` shards adapters that were added later. PEFT may by then
-        have put the model inside a PeftModel, which is the outermost module now. So the hooks of the previous call are
-        removed, and only `model` has them.
+        have put the model inside a PeftModel, which is the outermost module now. So this method first removes the hooks
+        that it registered in its previous call.
 
         This method also makes `generate` of `model` and of all modules in it raise an error. Generation needs a cache
         of the keys and values of all tokens, but each rank computes those of its own tokens only.
@@ -218,10 +221,11 @@ class SharedRows:
         if any(each != found[0] for each in found):
             shapes = ", ".join(str(tuple(each[:2])) for each in found)
             raise RuntimeError(
-                f"sequence_parallel={self.size}: {self.size} consecutive ranks must get the same rows, but these got "
-                f"different rows (shapes {shapes}). With Trainer, pass callbacks=[bmt.hf.BMTrainCallback()], and for "
-                "an IterableDataset accelerator_config={'dispatch_batches': False}. With Accelerate, create the "
-                f"Accelerator before auto_wrap. In another loop, let rank r read the data of rank r - r % {self.size}: "
+                f"sequence_parallel={self.size}: {self.size} consecutive ranks must get the same rows and labels, but "
+                f"these ranks got different ones (rows, tokens: {shapes}). With Trainer, pass "
+                "callbacks=[bmt.hf.BMTrainCallback()], and for an IterableDataset "
+                "accelerator_config={'dispatch_batches': False}. With Accelerate, create the Accelerator before "
+                f"auto_wrap. In your own training loop, let rank r read the data of rank r - r % {self.size}: "
                 f"DistributedSampler(data, num_replicas=world_size() // {self.size}, rank=rank() // {self.size})."
             )
 
@@ -276,7 +280,7 @@ class SharedRows:
         if value.dim() > 1 and value.shape[1] == parts.length:
             # Hidden states have all tokens only in the input of the first block. Autograd may save a view, which would
             # keep all tokens in memory, so this rank's tokens are copied. Other arguments are usually the same tensors
-            # for all blocks. Views of these share memory, and copies for each block would take more.
+            # for all blocks, so views of them are taken, which need no additional memory.
             own = parts.take(value, 1)
             return own.clone() if name == "hidden_states" else own
         places = [dim for dim in range(2, value.dim()) if value.shape[dim] == parts.length]
@@ -286,7 +290,7 @@ class SharedRows:
             raise NotImplementedError(
                 f"sequence_parallel: {type(layer).__name__} is called with {name} of shape {tuple(value.shape)}, in "
                 f"which the dimension of tokens is unknown: several are as long as the row ({parts.length} tokens). "
-                "Use rows of another length, or wrap the model without sequence_parallel."
+                "Use rows of a different length, or wrap the model without sequence_parallel."
             )
         return parts.take(value, places[0])
 
@@ -315,6 +319,9 @@ class SharedRows:
         if parts is None:
             return output
         output = _first(output, lambda hidden: _narrow(parts, hidden, 1))
+        states = output.get("hidden_states") if isinstance(output, dict) else None
+        if states:  # the last hidden state may still have all tokens, with zeros in the places of the other ranks'
+            output["hidden_states"] = pytree.tree_map_only(Tensor, lambda each: _narrow(parts, each, 1), states)
         logits = output.get("router_logits") if isinstance(output, dict) else None
         if logits:
             own = len(parts.own)
@@ -329,21 +336,20 @@ class SharedRows:
         parts, self._active = self._active, None
         if parts is None or output is None:
             return output
-        labelled = isinstance(output, dict) and output.get("loss") is not None
-        if labelled:
-            loss = output["loss"]
+        if not isinstance(output, dict):
+            return self._whole(parts, "", output)
+        loss = output.get("loss")
+        if loss is not None:
             output["loss"] = mean_over_group(parts, loss if self._weight is None else loss * self._weight)
-        if isinstance(output, dict):
-            if labelled and self._in_training and output.get("logits") is not None:
+            if self._in_training and output.get("logits") is not None:
                 _log_once(
                     "sequence_parallel: to save memory, a training forward with labels returns the loss but no logits. "
                     "To get the logits, call the model without labels."
                 )
                 output = _without(output, "logits")
-            for name, value in [*output.items()]:
-                output[name] = self._whole(parts, name, value)
-            return output.to_tuple() if self._as_tuple else output  # pyright: ignore[reportAttributeAccessIssue]
-        return self._whole(parts, "", output)
+        for name, value in [*output.items()]:
+            output[name] = self._whole(parts, name, value)
+        return output.to_tuple() if self._as_tuple else output  # pyright: ignore[reportAttributeAccessIssue]
 
     def _whole(self, parts: Parts, name: str, value: Any) -> Any:
         """Return the model's output `name` with all tokens of the rows (sequences), not only those of this rank.
@@ -412,7 +418,7 @@ def _refuse_arguments(base: Any, given: dict[str, Any]) -> None:
         if found:
             raise NotImplementedError(
                 f"sequence_parallel: {type(base).__name__} was called with {name}, which is not supported, because "
-                "each rank has only a part of the tokens. Leave it out."
+                "each rank has only a part of the tokens. Leave it out, also in the model's configuration."
             )
 
 

@@ -2,8 +2,8 @@
 
 Files: `groups` divides the ranks into groups, and defines which ranks shard a parameter and average its gradient.
 `storage` converts between parts and the whole tensors of checkpoints. `layers` has BMTrain's layers, and `functions`
-has their collectives. `plan` splits models of transformers by their tensor-parallel plans. `same_rows` finds parameters
-with a wrong `tp_mode`. `refuse` refuses models without layers to split. The loss is in `features/loss/parallel.py`.
+has their collectives. `plan` splits models from transformers by their tensor-parallel plans, and refuses models without
+layers to split. `same_rows` finds parameters with a wrong `tp_mode`. The loss is in `features/loss/parallel.py`.
 
 The ranks of a group compute one loss together. Each tensor in this computation is of one of two kinds:
 

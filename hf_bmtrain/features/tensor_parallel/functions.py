@@ -34,7 +34,9 @@ def gather_rows(grid: Grid, x: Tensor) -> Tensor:
 def add_rows(grid: Grid, x: Tensor) -> Tensor:
     """Sum the tensors of all ranks of the tensor-parallel group, and return this rank's rows of the sum. Collective.
 
-    This is a reduce-scatter on the rows (dimension 0). Backward all-gathers the rows of the gradient.
+    This is a reduce-scatter on the rows (dimension 0). It is used, for example, for the outputs of a row-parallel
+    linear layer, if each rank needs only its own rows of the sum. Each rank then has the gradient of its own rows.
+    Backward all-gathers these gradients, so that every rank gets the gradient of all rows.
 
     Args:
         grid: the tensor-parallel groups.
@@ -49,8 +51,9 @@ def add_rows(grid: Grid, x: Tensor) -> Tensor:
 def add(grid: Grid, x: Tensor) -> Tensor:
     """Sum the tensors of all ranks of the tensor-parallel group, in an all-reduce. Collective.
 
-    Used for the outputs of a row-parallel linear layer. Every rank must use the sum in the same way. The gradient of
-    the sum is then equal on all ranks, so backward returns it as the gradient of `x`, without communication.
+    Used for the outputs of a row-parallel linear layer, for example. Every rank must use the sum in the same way. The
+    gradient of the sum is then equal on all ranks, so backward returns it as the gradient of `x`, without
+    communication.
 
     Args:
         grid: the tensor-parallel groups.
@@ -60,10 +63,14 @@ def add(grid: Grid, x: Tensor) -> Tensor:
 
 
 def share(grid: Grid, x: Tensor) -> Tensor:
-    """Return `x` unchanged. Backward sums its gradients over the ranks of the tensor-parallel group. Collective.
+    """Return `x`, and in backward, sum its gradient over the ranks of the tensor-parallel group (an all-reduce).
 
-    The gradients must be summed (in an all-reduce), because each rank uses the result differently, for example with its
-    part of a weight. Only backward communicates.
+    Used for the input of a layer in which each rank uses the same input differently, for example with its own part of a
+    weight. In backward, each rank then computes only its own contribution to the gradient of `x`, and the sum of these
+    contributions is the gradient.
+
+    Every rank of the group must call it and run its backward. The call itself does not communicate; the backward is
+    collective.
 
     Args:
         grid: the tensor-parallel groups.
@@ -75,8 +82,8 @@ def share(grid: Grid, x: Tensor) -> Tensor:
 def gather_features(grid: Grid, x: Tensor) -> Tensor:
     """All-gather the features (last dimension) of all ranks of the tensor-parallel group. Collective.
 
-    All ranks use the result in the same way, so its gradient is equal on all ranks. Backward therefore returns this
-    rank's features of the gradient, without communication.
+    All ranks must use the result in the same way, so that its gradient is equal on all ranks. Backward therefore
+    returns this rank's features of the gradient, without communication.
 
     Args:
         grid: the tensor-parallel groups.
@@ -89,11 +96,14 @@ def gather_features(grid: Grid, x: Tensor) -> Tensor:
 
 
 def features_of_all_rows(grid: Grid, x: Tensor) -> Tensor:
-    """Divide a tensor over the ranks of a tensor-parallel group by features instead of by rows. Collective.
+    """Turn this rank's rows, with all features, into the rows of all ranks, with this rank's features. Collective.
 
-    Rows are dimension 0, and features are the last dimension. A linear layer calls this if each rank has the input for
-    its own rows, but a weight for its own features. Backward all-gathers the features of the gradient, and returns
-    those of this rank's rows.
+    Rows are dimension 0, and features are the last dimension. Used for the input of a row-parallel linear layer, if
+    each rank has only its own rows of the input. The layer needs all rows on every rank, but only some features of
+    them: those to which the rank's part of the weight applies.
+
+    This all-gathers the rows, and selects this rank's features. Backward all-gathers the features of the gradient, and
+    selects this rank's rows.
 
     Args:
         grid: the tensor-parallel groups.
@@ -118,8 +128,8 @@ def _rows_of_sum(grid: Grid, x: Tensor) -> Tensor:
     if x.shape[0] % grid.size:
         raise ValueError(
             f"the {x.shape[0]} rows (dimension 0) of a tensor of shape {tuple(x.shape)} cannot be divided between the "
-            f"{grid.size} ranks of a tensor-parallel group. Pad them to a multiple of tp_size, or pass "
-            "all_reduce_output=True to the RowParallelLinear."
+            f"{grid.size} ranks of a tensor-parallel group. Pad them to a multiple of tp_size, or give every rank all "
+            "rows: pass all_reduce_output=True to RowParallelLinear, or ReduceType.ALL_REDUCE to OpParallelLinear."
         )
     every = x.detach().contiguous()
     rows = every.new_empty((x.shape[0] // grid.size, *x.shape[1:]))

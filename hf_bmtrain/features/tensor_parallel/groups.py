@@ -26,10 +26,12 @@ def make_grid(rank: int, ranks: int, size: int, open_group: OpenGroup) -> Grid:
         ranks: the number of ranks.
         size: the number of ranks in each group. `ranks` must be a multiple of it.
         open_group: a function that returns the communicator of this rank's group, given the number of ranks in a group
-            and the distance between them.
+            and the difference between consecutive ranks of a group.
 
     Returns:
-        A Grid with the number and size of the groups, this rank's place in them, and the communicators that it uses.
+        A Grid with the number of groups, their size, the number of this rank's group, this rank's index in that group,
+        and two communicators: one between the ranks of this rank's group, and one between the ranks that have the same
+        index in their groups as this rank.
     """
     together, across = open_group(size), open_group(ranks // size, size)
     return Grid(size, rank % size, ranks // size, rank // size, together, across)
@@ -69,8 +71,8 @@ class Groups:
             ColumnParallelLinear. It is sharded over the ranks that have the same part, one of each group.
             For `dim` = -1, a `SameRows`. Each parameter is a full tensor that every rank of a group uses for the same
             rows, such as the bias of a RowParallelLinear with all_reduce_output=True. It is sharded over all ranks.
-            In both cases, the gradient is averaged over the ranks that shard the parameter. For example, with 8 ranks
-            and tp_size=2 there are 4 groups: these are 4 ranks for a `Part`, and 8 for a `SameRows`.
+            In both cases, the gradient is averaged over the ranks that shard the parameter. For example, 8 ranks with
+            tp_size=2 form 4 groups: a `Part` is sharded over 4 ranks, a `SameRows` over 8.
         """
         return SameRows(self) if dim < 0 else Part(self, dim)
 
@@ -100,7 +102,7 @@ class SameRows(StorageKind):
     ranks.
 
     Attributes:
-        groups: the tensor-parallel groups. Its `mean` is the reduction that averages the gradients.
+        groups: the Groups object, whose `mean` is the reduction that averages the gradients.
     """
 
     groups: Groups
@@ -114,13 +116,13 @@ class SameRows(StorageKind):
 
 @dataclass(frozen=True)
 class Part(StorageKind):
-    """The StorageKind (how to shard) of parts of tensors that are split over the ranks of a tensor-parallel group.
+    """How to shard this rank's parts of tensors that tensor parallelism splits over the ranks of a group.
 
     Each part is sharded over the ranks that have the same part, one in each group, and its gradient is averaged over
     these ranks.
 
     Attributes:
-        groups: the tensor-parallel groups.
+        groups: the Groups object, which knows the ranks that have the same part.
         dim: the dimension on which the tensors are split.
     """
 
@@ -135,11 +137,11 @@ class Part(StorageKind):
 
 
 class _Posts(ObjectComm):
-    """Exchanges texts among the ranks that have the same part of split tensors: one rank per tensor-parallel group.
+    """Exchanges strings among the ranks that have the same part of split tensors: one rank per tensor-parallel group.
 
-    The texts say, for example, which parameters a rank has not used in a backward, so that they have no gradient. They
-    are stored in the key-value store that all ranks share, without collectives. Each key begins with the
-    index of the part, so that ranks with other parts do not read these texts.
+    A string lists, for example, the parameters that a rank has not used in a backward. The strings are stored in the
+    key-value store that all ranks share, without collectives. Each key begins with the index of the part, so that ranks
+    with other parts do not read these strings.
 
     control: the ObjectComm of all ranks.
     size: the number of ranks that have the same part.

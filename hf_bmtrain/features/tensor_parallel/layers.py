@@ -50,39 +50,48 @@ class OpParallelLinear:
         reduce_output_type: ReduceType | None = None,
         async_gather_chunks: int = 2,
     ) -> Tensor:
-        """Compute x weightᵀ + bias with this rank's part of the weight.
+        """Compute x weightᵀ + bias, where `weight` is this rank's part of a weight that is split over ranks.
 
-        Collective: every rank must call it, and run its backward. "All ranks" here are those of this rank's
-        tensor-parallel group: tp_size ranks, which compute one loss together. Rows are dimension 0, and features are
-        the last dimension. With tp_size 1, this is `F.linear(input, weight, bias)`.
+        Collective: every rank must call it, and run its backward. "All ranks" below are the tp_size ranks of this
+        rank's tensor-parallel group, which compute one loss together. Rows are dimension 0, and features are the last
+        dimension. With tp_size 1, this is `F.linear(input, weight, bias)`.
 
-        `reduce_output_type` says how the weight is split. If it is None, the outputs are split, as in
-        ColumnParallelLinear. If it is given, the inputs are split, as in RowParallelLinear.
+        `reduce_output_type` tells on which dimension the weight is split:
 
-        Gradients are those of the group's loss. A tensor that is equal on all ranks has the same gradient on all ranks.
-        If the ranks have different elements of a tensor, each gets the gradient of its own elements.
+        * None: on its output features, as in ColumnParallelLinear. Each rank computes some of the output features.
+        * A ReduceType: on its input features, as in RowParallelLinear. Each rank uses some of the input features, and
+          the outputs of all ranks are summed.
+
+        If a tensor is equal on all ranks, backward computes the same gradient of it on every rank: the gradient of the
+        loss that the ranks compute together. If each rank has a part of a tensor, backward computes the gradient of
+        that part.
 
         Args:
-            input: (rows, ..., features). With `gather_input` the rows are this rank's (equally many on all ranks),
-                otherwise those of all ranks. There are in_features / tp_size features if `reduce_output_type` is given
-                and `split_input` is False, otherwise in_features.
-            weight: (out_features / tp_size, in_features). If `reduce_output_type` is given: (out_features,
+            input: (rows, ..., features). With `gather_input`, the rows are those of this rank, and every rank passes
+                the same number of rows. Otherwise, the rows are those of all ranks. The number of features is
+                in_features / tp_size if `reduce_output_type` is given and `split_input` is False, otherwise
+                in_features.
+            weight: (out_features / tp_size, in_features) if `reduce_output_type` is None, otherwise (out_features,
                 in_features / tp_size).
-            bias: (out_features / tp_size,), or None. If `reduce_output_type` is given: (out_features,). The result then
-                contains the sum of the biases of all ranks. To add a bias only once, pass None, and add it to the
-                result.
+            bias: (out_features / tp_size,) if `reduce_output_type` is None, otherwise (out_features,). Or None, for no
+                bias. If `reduce_output_type` is given, each rank adds its bias before the outputs are summed, so the
+                result contains the sum of the biases of all ranks. To add a bias only once, pass None, and add the bias
+                to the result.
             gather_input: whether to all-gather the rows of all ranks first.
             gather_output: whether to all-gather the output features of all ranks. Ignored if `reduce_output_type` is
                 given.
-            split_input: whether `input` has all features, of which this function takes this rank's. Use it only if
-                `reduce_output_type` is given.
+            split_input: whether `input` has all features, so that this function must select those that this rank uses.
+                True is useful only if `reduce_output_type` is given.
             reduce_output_type: how to sum the outputs of all ranks. None does not sum them.
             async_gather_chunks: for compatibility with BMTrain; ignored.
 
         Returns:
-            (rows, ..., features). With ReduceType.REDUCE_SCATTER the rows are this rank's, otherwise those of all
-            ranks. There are out_features / tp_size features if `reduce_output_type` is None and `gather_output` is
-            False, otherwise out_features.
+            (rows, ..., features). With ReduceType.REDUCE_SCATTER, the rows are those of this rank. Otherwise, they are
+            those of all ranks. The number of features is out_features / tp_size if `reduce_output_type` is None and
+            `gather_output` is False, otherwise out_features.
+
+        Raises:
+            ValueError: with ReduceType.REDUCE_SCATTER, the number of rows is not a multiple of tp_size.
         """
         grid = current_world().grid
         if grid is None:
@@ -113,7 +122,7 @@ def parts() -> int:
 def _own_part(name: str, size: int) -> int:
     """Return the size of this rank's part of a dimension, or raise ValueError if `size` cannot be split evenly.
 
-    name: the argument's name, for the error.
+    name: the argument's name, for the error message.
     """
     expect_number(name, size, "positive and below 2**48", lambda size: 1 <= size < 2**48, integer=True)
     if size % parts():
@@ -125,9 +134,9 @@ def _own_part(name: str, size: int) -> int:
 
 def _weight(rows: int, columns: int, dtype: torch.dtype | None, init_method, dim: int) -> DistributedParameter:
     if dtype is not None:
-        expect_kind("dtype", dtype, torch.dtype, "a floating torch.dtype or None")
+        expect_kind("dtype", dtype, torch.dtype, "a floating-point torch.dtype or None")
         if not dtype.is_floating_point:
-            raise ValueError(f"dtype must be a floating torch.dtype or None, got {dtype}")
+            raise ValueError(f"dtype must be a floating-point torch.dtype or None, got {dtype}")
     values = torch.zeros(rows, columns, dtype=dtype)
     return DistributedParameter(values, init_method=init_method, tp_mode=True, tp_split_dim=dim)
 
@@ -156,7 +165,7 @@ class ColumnParallelLinear(DistributedModule):
         in_features: the size of the last dimension of the input.
         out_features: the total number of output features, a multiple of tp_size.
         bias: whether the layer has a bias.
-        dtype: a floating dtype. None uses torch's default dtype.
+        dtype: a floating-point dtype. None uses torch's default dtype.
         gather_output: True: the output is (N, ..., out_features), equal on all ranks of the group. False: it is
             (N, ..., out_features / tp_size), the features that this rank computes.
         gather_input: True: the input is (n, ..., in_features), this rank's rows, and is all-gathered. False: it is
@@ -164,7 +173,8 @@ class ColumnParallelLinear(DistributedModule):
         async_gather_chunks: for compatibility with BMTrain; ignored.
 
     Raises:
-        ValueError: a size is not positive or cannot be split, or `dtype` is not a floating dtype.
+        TypeError: an argument has the wrong type.
+        ValueError: a size is not positive or not a multiple of tp_size, or `dtype` is not a floating-point dtype.
     """
 
     def __init__(
@@ -212,7 +222,7 @@ class RowParallelLinear(DistributedModule):
         in_features: the total number of input features, a multiple of tp_size.
         out_features: the size of the last dimension of the output.
         bias: whether the layer has a bias.
-        dtype: a floating dtype. None uses torch's default dtype.
+        dtype: a floating-point dtype. None uses torch's default dtype.
         split_input: whether the layer itself splits the features of the input. True: each rank passes
             (n, ..., in_features), its own rows with all features. False: each rank passes
             (N, ..., in_features / tp_size), all rows with its own features, as ColumnParallelLinear returns them by
@@ -222,7 +232,8 @@ class RowParallelLinear(DistributedModule):
         async_chunks: for compatibility with BMTrain; ignored.
 
     Raises:
-        ValueError: a size is not positive or cannot be split, or `dtype` is not a floating dtype.
+        TypeError: an argument has the wrong type.
+        ValueError: a size is not positive or not a multiple of tp_size, or `dtype` is not a floating-point dtype.
     """
 
     def __init__(
@@ -264,20 +275,21 @@ class VPEmbedding(DistributedModule):
     Collective: every rank must create it and call its forward. With tp_size 1 nothing is split.
 
     `weight` is this rank's part (vocab_size / tp_size, embedding_size), which is sharded over the ranks that have the
-    same part. State dicts contain the whole weight. It is zero until it is loaded, or until `init_parameters` draws it
-    from a normal distribution.
+    same part. State dicts contain the whole weight. The weight is zero until it is loaded, or until `init_parameters`
+    draws it from a normal distribution.
 
     Args:
         vocab_size: the total number of tokens in the vocabulary, a multiple of tp_size.
         embedding_size: the size of an embedding.
-        dtype: a floating dtype. None uses torch's default dtype.
+        dtype: a floating-point dtype. None uses torch's default dtype.
         init_mean: the mean of the normal distribution.
         init_std: the standard deviation of the normal distribution.
-        same_rows: True: the inputs of forward are equal on all ranks of the group. False: each rank passes other rows
-            (dimension 0), equally many on all ranks.
+        same_rows: True: the inputs of forward are equal on all ranks of the group. False: each rank passes different
+            rows (dimension 0), the same number on every rank.
 
     Raises:
-        ValueError: a size is not positive or cannot be split, or `dtype` is not a floating dtype.
+        TypeError: an argument has the wrong type.
+        ValueError: a size is not positive or not a multiple of tp_size, or `dtype` is not a floating-point dtype.
     """
 
     def __init__(
@@ -315,6 +327,11 @@ class VPEmbedding(DistributedModule):
             If the layer was created with same_rows=True, they are (n, ..., vocab_size / tp_size), for the rows of `x`.
             Otherwise they are (tp_size · n, ..., vocab_size / tp_size), for the rows of all ranks of the
             tensor-parallel group, in rank order.
+            On CUDA, where a check would make the host wait, the embedding of a token that is not in the vocabulary is
+            NaN, and contributes nothing to the gradient of the weight. With tp_size 1, CUDA raises an error instead.
+
+        Raises:
+            IndexError: on the CPU, a token is not in the vocabulary.
         """
         grid = current_world().grid
         if projection:
@@ -322,7 +339,17 @@ class VPEmbedding(DistributedModule):
         if grid is None:
             return F.embedding(x, self.weight)
         tokens = x if self.same_rows else gather_rows(grid, x)
+        outside = (tokens < 0) | (tokens >= grid.size * self.vocab_size_per_partition)
+        if tokens.device.type == "cpu" and outside.any():  # on a GPU, the host would wait for this
+            where = tuple(outside.nonzero()[0].tolist())
+            raise IndexError(
+                f"VPEmbedding: token {tokens[where].item()} at {list(where)} is not in "
+                f"[0, {grid.size * self.vocab_size_per_partition}), the tokens of the vocabulary. This holds for "
+                f"{int(outside.sum())} of {outside.numel()} tokens{'' if self.same_rows else ' of all ranks'}."
+            )
         others = (tokens < self.start_index) | (tokens >= self.end_index)
         own = F.embedding((tokens - self.start_index).masked_fill(others, 0), self.weight)
-        own = own.masked_fill(others.unsqueeze(-1), 0)  # each token's embedding is on one rank; the others add zeros
+        # Each token's embedding is on one rank; other ranks add zeros. That of a wrong token is NaN.
+        rest = torch.zeros_like(tokens, dtype=own.dtype).masked_fill(outside, torch.nan)
+        own = torch.where(others.unsqueeze(-1), rest.unsqueeze(-1), own)
         return add(grid, own) if self.same_rows else add_rows(grid, own)

@@ -1,4 +1,4 @@
-"""Split a model of transformers over a tensor-parallel group, by the model's own tensor-parallel plan.
+"""Split a model from transformers over a tensor-parallel group, by the model's own tensor-parallel plan.
 
 A plan (`model.tp_plan`) maps names of modules to styles. In a "colwise" layer, each rank computes a part of the output
 features. In a "rowwise" layer, each rank uses a part of the input features, and the ranks' outputs are summed. All
@@ -26,24 +26,25 @@ from .groups import Part
 
 _SPLIT = {"colwise": 0, "rowwise": 1}  # {style: the dimension on which the weight is split}
 _WHOLE = {"colwise_gather_output", "rowwise_split_input", "embedding_rowwise"}
-"""Styles of layers whose inputs and outputs are whole tensors. They are not split: each rank computes them in full."""
+"""Styles of layers whose inputs and outputs are whole tensors. Such a layer is not split: each rank computes all of
+it."""
 _PART_OF_ROWS = "replicated_with_grad_allreduce"
 """The style of unsplit parameters that each rank uses for its own features, such as the weight of a norm that is
 applied to each attention head."""
 
 
-def has_parts(model: torch.nn.Module) -> bool:
+def _has_parts(model: torch.nn.Module) -> bool:
     """Return whether layers of the model are already split over a tensor-parallel group.
 
-    This is so if the model contains layers such as bmt.nn.ColumnParallelLinear, or is a copy of a model that
-    `auto_wrap` has split. Such a model is not split again by its tensor-parallel plan.
+    True for a model with layers such as bmt.nn.ColumnParallelLinear, for a model that `auto_wrap` has split, and for a
+    copy of such a model. These models are not split again by a tensor-parallel plan.
     """
     # Check the attribute and not the class, because a deep copy of a split parameter is a plain Parameter, but has the
     # attribute.
     return any(isinstance(getattr(each, "storage_kind", None), Part) for each in model.parameters())
 
 
-def has_plan(model: torch.nn.Module) -> bool:
+def _has_plan(model: torch.nn.Module) -> bool:
     """Return whether the model has a tensor-parallel plan of transformers (`model.tp_plan`) that splits layers."""
     return any(style in _SPLIT for style in _plan_of(model).values())
 
@@ -53,22 +54,59 @@ def _plan_of(model: Any) -> dict[str, str]:
     return dict(plan) if isinstance(plan, Mapping) else {}
 
 
-class SplitByPlan(Extension):
+class TensorParallel(Extension):
     """Splits linear layers over a tensor-parallel group, as the model's tensor-parallel plan (`model.tp_plan`) says.
 
-    `auto_wrap` calls the methods of this extension while it wraps a model.
+    This extension does nothing unless `init_distributed` got a `tp_size` above 1. It splits no layers of a model in
+    which layers are already split, such as a model with bmt.nn.ColumnParallelLinear.
+
+    `admit` and `choose` raise ValueError if a model or an argument of `auto_wrap` does not work with `tp_size`. For
+    example, the model has neither a plan nor layers that are already split, its number of attention heads is not a
+    multiple of `tp_size`, `sequence_parallel` is above 1, or adapters were added to a model that has a plan.
+
+    `connect` sets `Schedule.collective_layers` to True, because split layers issue collectives in their forwards. A
+    forward that is recomputed in backward issues them again. The flag tells the engine that all ranks must therefore
+    recompute the same forwards.
 
     Args:
-        options: the options of the call of `auto_wrap`.
+        options: the arguments that were passed to `auto_wrap`.
     """
 
     def __init__(self, options: Options) -> None:
-        self._float8 = bool(options.float8)
+        # sequence_parallel would divide the tokens of a row between consecutive ranks. But with tp_size, consecutive
+        # ranks form a group that computes the same tokens with different parts of the weights.
+        # quantize_frozen would shard rank 0's weights over all ranks. But rank 0 has only its own part of each split
+        # weight.
+        unfit = {"sequence_parallel": options.sequence_parallel > 1, "quantize_frozen": options.quantize_frozen}
+        self._unfit = [name for name, asked in unfit.items() if asked]
+        self._float8, self._plans = bool(options.float8), options.use_checkpoint == "auto"
         self._modules: list[tuple[torch.nn.Module, str]] = []
+
+    def admit(self, model: torch.nn.Module, late: bool) -> None:
+        grid = current_world().grid
+        if grid is None:
+            return
+        if self._unfit:
+            raise ValueError(
+                f"auto_wrap: {self._unfit[0]} cannot be combined with the argument tp_size of init_distributed. Leave "
+                "one of them out."
+            )
+        if late and _has_plan(model):
+            raise ValueError(
+                "auto_wrap: with tp_size, parameters such as LoRA adapters cannot be added to a model that is split by "
+                "its tensor-parallel plan. Call init_distributed without tp_size."
+            )
+        if not _has_parts(model) and not _has_plan(model):
+            raise ValueError(
+                f"auto_wrap: init_distributed(tp_size={grid.size}) splits layers over {grid.size} ranks, but "
+                f"{type(model).__name__} has no layers that can be split (bmt.nn.ColumnParallelLinear, "
+                "RowParallelLinear, VPEmbedding), and no tensor-parallel plan of transformers. Call init_distributed "
+                "without tp_size."
+            )
 
     def choose(self, plan: WrapPlan) -> None:
         grid = plan.world.grid
-        if grid is None or has_parts(plan.model):
+        if grid is None or _has_parts(plan.model):
             return
         if self._float8:
             raise ValueError(
@@ -105,8 +143,9 @@ class SplitByPlan(Extension):
         if unnamed := _beside_parts(plan, found):
             raise ValueError(
                 f"auto_wrap: {unnamed} belongs to a module with layers that are split over {grid.size} ranks, but the "
-                f"tensor-parallel plan of {type(plan.model).__name__} does not name it. If each rank applies it only "
-                "to its own part of the features, its gradient would be wrong. Call init_distributed without tp_size."
+                f"tensor-parallel plan of {type(plan.model).__name__} does not name it. If each rank applies this "
+                "parameter only to its own part of the features, the parameter's gradient would be wrong. Call "
+                "init_distributed without tp_size."
             )
         self._modules = [(module, style) for _, module, style in found]
 
@@ -127,13 +166,22 @@ class SplitByPlan(Extension):
 
     def connect(self, plan: WrapPlan) -> None:
         grid = plan.world.grid
+        if grid is None:
+            return
+        # All ranks would have to plan together what they recompute, but ranks that run different blocks plan alone.
+        if self._plans and getattr(plan.model, "_uneven", False):
+            raise ValueError(
+                f"auto_wrap: with tp_size, use_checkpoint='auto' does not support {type(plan.model).__name__}, because "
+                "the ranks may run different parts of this model. Pass use_checkpoint=True or use_checkpoint=False."
+            )
+        plan.world.schedule.collective_layers = True
         # Look for the hooks of split layers, not at `self._modules`: in a copy of a split model, whose layers are split
         # already, `choose` has chosen no modules.
         split = any(
             _share_input in each._forward_pre_hooks.values() or _add_outputs in each._forward_hooks.values()
             for each in plan.model.modules()
         )
-        if grid is not None and split and not plan.late and plan.world.device.type != "meta":
+        if split and not plan.late and plan.world.device.type != "meta":
             if _check_same_inputs not in plan.model._forward_pre_hooks.values():
                 plan.model.register_forward_pre_hook(_check_same_inputs, with_kwargs=True)
             share_rows(plan.model, grid.size)
@@ -141,10 +189,10 @@ class SplitByPlan(Extension):
 
 
 def _check_same_inputs(model: torch.nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
-    """Raise RuntimeError if the ranks of a tensor-parallel group called the model with different integers (token ids).
+    """Raise RuntimeError if the ranks of a tensor-parallel group called the model with different token ids.
 
-    These ranks compute the same rows together, so they must get the same batch. Collective: every rank of the group
-    must call it.
+    All integer and bool tensors in the arguments are compared. The ranks of a tensor-parallel group compute the same
+    rows together, so they must get the same batch. Collective: every rank of the group must call it.
     """
     grid = current_world().grid
     values = [each for each in pytree.tree_leaves((args, kwargs)) if isinstance(each, torch.Tensor)]
@@ -160,13 +208,16 @@ def _check_same_inputs(model: torch.nn.Module, args: tuple, kwargs: dict[str, An
             "but their inputs differ. With Trainer, pass callbacks=[bmt.hf.BMTrainCallback()], and for an "
             "IterableDataset accelerator_config={'dispatch_batches': False}. With Accelerate, create the Accelerator "
             "before auto_wrap. "
-            f"In another loop, let rank r read the same data as rank r - r % {grid.size}. In generate with "
+            f"In your own training loop, let rank r read the same data as rank r - r % {grid.size}. In generate with "
             "do_sample=True, give these ranks the same seed."
         )
 
 
 def _matching(model: torch.nn.Module, styles: dict[str, str]) -> Iterator[tuple[str, torch.nn.Module, str]]:
-    """Yield (name, module, style) for each module whose name matches a pattern in `styles`, {pattern: style}."""
+    """Yield (name, module, style) for each module whose name matches a pattern in `styles`.
+
+    styles: {pattern: style}. A pattern is a full name in which each * stands for a number.
+    """
     patterns = [(re.compile(re.escape(name).replace(r"\*", r"\d+")), style) for name, style in styles.items()]
     for name, module in model.named_modules():
         for pattern, style in patterns:

@@ -1,8 +1,9 @@
 """Find parameters with a wrong `tp_mode`, whose gradient would be tp_size times too large or too small.
 
 With `tp_mode=True`, the user declares that the ranks of a tensor-parallel group use a parameter for the same rows of
-the batch. Their gradients are then averaged. Otherwise the ranks must use different rows, and their gradients are
-summed. The check compares the ranks' gradients, which are equal for the same rows, and differ for different rows.
+the batch. The ranks' gradients of this parameter are then averaged. Otherwise the ranks must use different rows, and
+their gradients are summed. The check compares the norms of the ranks' gradients. The norms are equal if the ranks used
+the same rows, and usually differ if they used different rows.
 """
 
 from __future__ import annotations
@@ -23,20 +24,30 @@ _EQUAL, _SIMILAR = 1e-6, 0.05
 Below `_EQUAL`, the gradients count as equal, and above `_SIMILAR` as different. Between the limits, nothing is
 reported."""
 _QUIET = 100
-"""The check ends after this many backwards in which no parameter had its first gradient."""
+"""The check ends after more than this many consecutive backwards in which no parameter had its first gradient."""
 
 
 class SameRowsCheck(Observer):
     """Finds parameters with a wrong `tp_mode`, by comparing gradient norms on the ranks of a tensor-parallel group.
 
-    With `tp_mode=True`, the user declares that the ranks of a group use a parameter for the same rows of the batch.
-    Their gradients are expected to be equal, and are averaged. With `tp_mode=False`, the ranks are expected to use
-    different rows, and their gradients are summed. A wrong `tp_mode` makes the gradient tp_size times too large or too
-    small.
+    `tp_mode` is an argument of DistributedParameter. With it, the user declares how the ranks of a group use a
+    parameter:
 
-    Each parameter is checked once, in the first backward in which it has a gradient; parts of split weights are not
-    checked. `end_backward`, called after each backward, compares the norms. It raises RuntimeError on every rank if the
-    `tp_mode` of parameters is wrong, and logs a warning if it may be wrong.
+    * True: all ranks use it for the same rows of the batch. Their gradients should then be equal, and are averaged. If
+      in fact the rows differ, the result is tp_size times too small.
+    * False: each rank uses it for different rows. Their gradients are summed. If in fact the rows are the same, the
+      result is tp_size times too large.
+
+    Each parameter is checked once, at the end of the first backward in which it has a gradient (`end_backward`). Parts
+    of split weights are not checked. Gradients count as equal if their norms are equal up to rounding, and as different
+    if the norms differ by more than 5 %. Of the parameters that are checked at the end of the same backward:
+
+    * With `tp_mode=True`: if the ranks of a group have different gradients of any parameter, every rank raises
+      RuntimeError.
+    * With `tp_mode=False`: parameters with a gradient of 0 on all ranks are left out. If there are at least two others,
+      and the ranks of each group have equal gradients of every one, every rank raises RuntimeError. If only some, or
+      the only one, have equal gradients, rank 0 logs a warning that names them. There is no error then, because
+      `tp_mode` may be right: if the loss is the sum of the outputs, a bias has equal gradients for different rows.
 
     Args:
         world: the world of this process. The check adds itself to the observers of its schedule.
@@ -58,7 +69,7 @@ class SameRowsCheck(Observer):
         if (key := (same, f"{name}, of shape {tuple(local.full_shape)}")) in self._seen:
             return
         wide = torch.promote_types(values.dtype, torch.float32)
-        # With dtype=, the elements are converted as they are read, so `values` need no copy in `wide`.
+        # With dtype=, each element is converted when it is read. `values.to(wide)` would need memory for a copy.
         squares = torch.linalg.vector_norm(values.detach(), dtype=wide).double().square()
         self._squares[key] = self._squares[key] + squares if key in self._squares else squares
 
@@ -93,7 +104,7 @@ class SameRowsCheck(Observer):
             )
             if len(equal) == undeclared > 1:
                 raise RuntimeError(told)
-            # Only warn, because tp_mode may have been left out rightly: with a loss such as y.sum(), the gradients of a
+            # Only warn, because omitting tp_mode may be correct: with a loss such as y.sum(), the gradients of a
             # bias are equal even if the ranks use different rows.
             if self._world.rank == 0:
                 _log.warning("%s", told)

@@ -9,15 +9,16 @@ from ...engine.sharding.storage import Storage, StorageKind
 
 
 class WholeStorage(Storage):
-    """Storage (how shards are kept and sent) of unsplit parameters that were created with `tp_mode=True`.
+    """Storage (how shards are kept and sent) of unsplit parameters that a tensor-parallel group uses for the same rows.
 
-    With `tp_mode=True`, all ranks of a tensor-parallel group use a parameter for the same rows of the batch. Its
-    elements are stored unchanged, as in `Storage`, from which this class differs only in its attribute `kind`.
+    The rows are those of the batch. The parameters are those that were created with `tp_mode=True` and, if a model is
+    split by its tensor-parallel plan, its unsplit parameters, except those that each rank applies only to its own
+    features. The elements are stored unchanged, as in `Storage`. The only difference is that `kind` is not None here.
 
     Args:
-        kind: the StorageKind that made this storage. Copies of the full parameters (for example, in a deep copy of the
-            model) get this kind too when they are sharded, so that their gradients are averaged over the same ranks as
-            those of the originals.
+        kind: the StorageKind that made this storage. It determines over which ranks the gradient is averaged. If a full
+            copy of a parameter is made and sharded again, for example after a deep copy of the model, the copy gets the
+            same StorageKind, so that its gradient is averaged over the same ranks.
     """
 
     def __init__(self, kind: StorageKind) -> None:
@@ -30,9 +31,9 @@ class PartStorage(WholeStorage):
     It stores the elements of this rank's part unchanged, and converts parts to and from whole tensors for checkpoints.
 
     Args:
-        kind: the StorageKind that made this storage. Copies of the full parameters (for example, in a deep copy of the
-            model) get this kind too when they are sharded, so that they are sharded over the same ranks as the
-            originals.
+        kind: the StorageKind that made this storage. It determines over which ranks the part is sharded: those with the
+            same part. If a full copy of a part is made and sharded again, for example after a deep copy of the model,
+            the copy gets the same StorageKind, so that it is sharded over the same ranks.
         grid: the tensor-parallel groups. Each rank of a group has one part.
         dim: the dimension on which the whole tensors are split.
     """
@@ -75,8 +76,8 @@ class PartStorage(WholeStorage):
         shape = self.whole_shape(index)
         if whole.shape != shape:
             raise ValueError(
-                f"A tensor for this parameter must have the whole shape {tuple(shape)}, from which each of the "
-                f"{self.grid.size} ranks of a tensor-parallel group (tp_size) takes its part, but it has shape "
-                f"{tuple(whole.shape)}. Pass the whole tensor on every rank, not a part of it."
+                f"A tensor for this parameter must have shape {tuple(shape)}, because each of the {self.grid.size} "
+                "ranks of a tensor-parallel group (tp_size) takes its part of the whole tensor. The given tensor has "
+                f"shape {tuple(whole.shape)}. Pass the whole tensor on every rank, not a part of it."
             )
         return whole.chunk(self.grid.size, self.dim)[self.grid.place]

@@ -10,14 +10,22 @@ from ...engine.blocks.block import CheckpointBlock
 from .hooks import COUNT, keep_hooks
 
 _READS = {getattr(torch.Tensor, name) for name in ("item", "tolist", "numpy", "__int__", "__float__", "__bool__")}
-"""Functions that return the value of a tensor, and not as a tensor."""
+"""Functions that return the value of a tensor as a Python object or a NumPy array."""
 
 
 class CountUse:
-    """Observes whether code that gets `num_items_in_batch` uses it. If not, the loss that it computes is a mean.
+    """Observes whether code that computes a loss uses the argument `num_items_in_batch`.
+
+    `num_items_in_batch` is the number of labels in all micro-batches of a step on all ranks. Trainer expects code to
+    divide the loss by it. If code ignores it, the loss is taken for a mean over this rank's labels, and the caller
+    corrects it.
+
+    Pass the tensor that `observed` returns to the code, in place of `num_items_in_batch`. After the code has run, read
+    `seen`. Code uses the tensor if it computes with it or reads its value, but not if it reads only its dtype, shape or
+    device.
 
     Attributes:
-        seen: whether the number that `observed` last returned was used since.
+        seen: whether code has used the tensor that the last call of `observed` returned.
     """
 
     def __init__(self) -> None:
@@ -37,10 +45,11 @@ class CountUse:
 def hide_from_blocks(model: Any) -> None:
     """Let the blocks of `model` get `num_items_in_batch` as a plain tensor, and not as one that `CountUse` observes.
 
-    Models of transformers pass all their keyword arguments on to their layers, which do not compute the loss. But the
-    engine and a compiled block may look at the arguments, which must not count as a use.
+    `num_items_in_batch` is the number of labels of a step, by which a loss may be divided. Transformers' models pass
+    all their keyword arguments on to their layers, which do not compute the loss. But the engine and compiled blocks
+    may read the arguments, which must not count as a use.
 
-    model: the sharded model, after a call of `claim_hooks`, which removes the hooks of another Trainer.
+    model: the sharded model, after a call of `claim_hooks`.
     """
     for module in model.modules():
         if isinstance(module, CheckpointBlock):
@@ -53,7 +62,7 @@ def _hide(block: Any, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[
 
 
 class _Observed(torch.Tensor):
-    """A tensor that tells `use` when it is used.
+    """A tensor that sets `use.seen` to True when code uses its value.
 
     torch's functions get the tensor `plain` instead, so their results are not observed, and torch.compile can trace
     them.
@@ -69,7 +78,8 @@ class _Observed(torch.Tensor):
         args = [value.plain if isinstance(value, _Observed) else value for value in args]
         kwargs = {name: value.plain if isinstance(value, _Observed) else value for name, value in kwargs.items()}
         result = func(*args, **kwargs)
-        # A look at the dtype, shape or device is no use. torch.compile looks at them even if nothing uses the tensor.
+        # Reading the dtype, shape or device does not count as a use. torch.compile reads them even if nothing uses the
+        # tensor.
         if isinstance(result, torch.Tensor) or func in _READS:
             for use in uses:
                 use.seen = True

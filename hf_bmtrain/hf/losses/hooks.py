@@ -7,42 +7,70 @@ import inspect
 import re
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from types import CodeType
 from typing import Any
 
 import torch
 from torch.utils.hooks import RemovableHandle
 
+from ..calling_trainer import calling_trainer
+
 COUNT = "num_items_in_batch"
+IGNORED = -100
+"""The label that losses ignore by default."""
 _HOOKS = "_bmt_loss_hooks"
-"""Name of an attribute of the base model: (weak reference to the Trainer that added the hooks, the hooks' handles)."""
+"""Name of an attribute of the base model: for each of its Trainers, oldest first, (weak reference to the Trainer, the
+handles of its hooks)."""
 _UNCOUNTED = "_bmt_uncounted_labels"
 """Name of an attribute that the base model (the model without PEFT's wrapper) has while the context `labels_uncounted`
 is active, in which loss hooks count no labels."""
+_WITHOUT_ROWS = "_bmt_parts_without_rows"
+"""Name of an attribute that the base model has while the context `parts_without_rows` is active: their number."""
 _LOSS = re.compile(r"(?<=\w)Loss$|_loss$|(^|_)cross_entropy|loss_(fct|fn)$|^criterion$")
 """Matches the names of functions, classes and attributes that compute a loss."""
 
 
 def claim_hooks(model: Any, trainer: object) -> bool:
-    """Prepare `model` for the loss hooks of `trainer`: remove the loss hooks that another Trainer has added.
+    """Prepare `model` for the hooks that correct its loss for `trainer`. Hooks of Trainers that are gone are removed.
+
+    A model may have several Trainers, each with its own hooks. In a forward, only the hooks of the Trainer act that
+    computes the loss.
 
     Args:
         model: the sharded model, with or without PEFT's wrapper.
         trainer: the Trainer that will train or evaluate the model.
 
     Returns:
-        Whether `trainer` must now add its hooks by `hook_loss`. If it already did, the result is False, and nothing is
-        changed.
+        Whether `trainer` must now add its hooks by `hook_loss`. If it already did, the result is False.
     """
-    record = vars(base_of(model))  # kept on the base model, to be found with and without PEFT's wrapper
-    owner, handles = record.get(_HOOKS, (None, []))
-    if owner is not None and owner() is trainer:
+    record = vars(base_of(model))  # kept in the base model, to be found with and without PEFT's wrapper
+    kept = []
+    for owner, handles in record.get(_HOOKS, []):
+        if owner() is not None:
+            kept.append((owner, handles))
+            continue
+        for handle in handles:
+            handle.remove()
+    record[_HOOKS] = kept
+    if any(owner() is trainer for owner, _ in kept):
         return False
-    for handle in handles:
-        handle.remove()
-    record[_HOOKS] = weakref.ref(trainer), []
+    kept.append((weakref.ref(trainer), []))
     return True
+
+
+def _computes(trainer: object, model: Any) -> bool:
+    """Return whether `trainer`, a Trainer of `model`, computes the loss of the forward of `model` that runs now.
+
+    True for the only Trainer of the model. If there are several, the innermost Trainer on the call stack computes,
+    because one may run inside another, as in an evaluation by a callback. If that is none of the model's Trainers (the
+    program itself, or the Trainer of another model, calls the model), it is the newest one. False if `trainer` is None.
+    """
+    owners = [each for owner, _ in vars(base_of(model))[_HOOKS] if (each := owner()) is not None]
+    computing = calling_trainer() if len(owners) > 1 else None
+    if not any(each is computing for each in owners):
+        computing = owners[-1] if owners else None
+    return trainer is not None and trainer is computing
 
 
 def hook_loss(
@@ -53,20 +81,25 @@ def hook_loss(
     """Add hooks to `model` that correct the loss of each forward to which Trainer passes `num_items_in_batch`.
 
     Args:
-        model: the sharded model, after a call of `claim_hooks`, which removes the hooks of another Trainer.
+        model: the sharded model, after a call of `claim_hooks` for the Trainer for which the loss is corrected. The
+            hooks act only in forwards of this Trainer.
         correct: called with the forward's keyword arguments, its outputs and the loss. Returns the new loss.
         around: two functions, with which the caller can observe what such a forward does. The first is called before
-            each such forward with its keyword arguments, and returns those that the forward gets. The second is called
-            after it, even if the forward raises. None calls nothing.
+            each such forward. It takes the forward's keyword arguments, and returns the keyword arguments that the
+            forward will get. The second is called after the forward, even if the forward raises an error. None calls
+            nothing.
     """
 
-    # Whether Trainer passed num_items_in_batch. This is recorded before other hooks run, which may add the argument.
-    # The labels are recorded too, because `sequence_parallel` replaces them by those of this rank's tokens.
-    asked, labels, begun = False, None, False
+    # `asked` is whether Trainer passed num_items_in_batch. It is set before other hooks run, because they may add this
+    # argument. The labels and the attention mask are recorded too, because `sequence_parallel` replaces them by those
+    # of this rank's tokens.
+    asked, recorded, begun = False, {}, False
+    owner, _ = vars(base_of(model))[_HOOKS][-1]
 
     def before(module: Any, inputs: tuple, given: dict[str, Any]) -> None:
-        nonlocal asked, labels, begun
-        asked, labels, begun = given.get(COUNT) is not None, counted_labels(model, given.get("labels")), False
+        nonlocal asked, recorded, begun
+        asked, begun = given.get(COUNT) is not None and _computes(owner(), model), False
+        recorded = {name: given.get(name) for name in ("labels", "attention_mask")}
 
     def begin(module: Any, inputs: tuple, given: dict[str, Any]) -> tuple[tuple, dict[str, Any]] | None:
         nonlocal begun
@@ -76,8 +109,8 @@ def hook_loss(
         return inputs, around[0](given)
 
     def after(module: Any, inputs: tuple, given: dict[str, Any], outputs: Any) -> Any:
-        nonlocal labels
-        given, labels = {**given, "labels": labels}, None
+        nonlocal recorded
+        given, recorded = {**given, **recorded}, {}
         if not asked:
             return None
         if around is not None and begun:
@@ -94,42 +127,109 @@ def hook_loss(
     keep_hooks(
         model,
         model.register_forward_pre_hook(before, with_kwargs=True, prepend=True),
-        # After the other hooks, which may look at the arguments, but are not part of the forward.
+        # Runs after the other pre-hooks, so that their reading of an argument does not count as a use by the forward.
         model.register_forward_pre_hook(begin, with_kwargs=True),
         model.register_forward_hook(after, with_kwargs=True, always_call=True),
     )
 
 
 def keep_hooks(model: Any, *handles: RemovableHandle) -> None:
-    """Let the next call of `claim_hooks` remove hooks.
+    """Store the handles of loss hooks, with which `claim_hooks` removes the hooks when their Trainer is gone.
 
     Args:
-        model: the sharded model, after a call of `claim_hooks`.
+        model: the sharded model, after a call of `claim_hooks` for the hooks' Trainer.
         *handles: the hooks' handles.
     """
-    vars(base_of(model))[_HOOKS][1].extend(handles)
+    vars(base_of(model))[_HOOKS][-1][1].extend(handles)
 
 
 @contextmanager
-def labels_uncounted(model: Any) -> Iterator[None]:
-    """Context manager inside which the loss hooks of `model` count all labels as ignored.
-
-    A rank without rows of its own must run the forward with other rows, but their labels may not count. The forward
-    itself gets these labels unchanged. They are not set to -100, because not every loss works with such labels: some
-    losses use them as indices, and others become 0 / 0, with gradients of nan.
-    """
+def _noted(model: Any, name: str, value: Any) -> Iterator[None]:
+    """Context manager inside which the base model of `model` has the attribute `name`."""
     record = vars(base_of(model))
-    record[_UNCOUNTED] = True
+    record[name] = value
     try:
         yield
     finally:
-        del record[_UNCOUNTED]
+        del record[name]
 
 
-def counted_labels(model: Any, labels: Any) -> Any:
-    """Return `labels` or, while the context `labels_uncounted` of `model` is active, as many ignored labels (-100)."""
-    ignored = isinstance(labels, torch.Tensor) and _UNCOUNTED in vars(base_of(model))
-    return torch.full_like(labels, -100) if ignored else labels
+def labels_uncounted(model: Any) -> AbstractContextManager[None]:
+    """Return a context manager inside which the loss hooks of `model` count no labels.
+
+    A rank without rows of its own must run the forward with other rows, but the labels of these rows must not count.
+    The forward itself gets these labels unchanged. The labels are not set to -100, because not every loss works with
+    such labels: some losses use them as indices, and other losses become 0 / 0, with gradients of nan.
+    """
+    return _noted(model, _UNCOUNTED, True)
+
+
+def parts_without_rows(model: Any, number: int) -> AbstractContextManager[None]:
+    """Return a context manager inside which the loss hooks of `model` know how many parts of a step have no rows.
+
+    A part is the micro-batch of one rank (or of several ranks that share rows). In the last batch of an epoch or an
+    evaluation, ranks may have no rows. They compute repeated rows, whose losses do not count. So a loss that is a mean
+    over the parts, such as the auxiliary loss of a router, is a mean over the other parts only.
+
+    Args:
+        model: the sharded model.
+        number: the number of parts of the step (or the evaluation batch) that have no rows.
+    """
+    return _noted(model, _WITHOUT_ROWS, number)
+
+
+def count_parts_without_rows(model: Any) -> int:
+    """Return the number that the context `parts_without_rows` of `model` has got; 0 if it is not active."""
+    return vars(base_of(model)).get(_WITHOUT_ROWS, 0)
+
+
+def counted_labels(model: Any, given: dict[str, Any], own: bool) -> torch.Tensor | None:
+    """Return which labels count in a loss that is a mean over labels: booleans, in the shape of the labels.
+
+    The first of these cases that applies decides:
+
+    * The context `labels_uncounted` of `model` is active. No label counts.
+    * The labels have a floating-point dtype, and `own` is False. All labels count.
+    * The loss of the model is a mean over the tokens that the attention mask allows, as in ElectraForPreTraining, and
+      `given` has a mask in the shape of the labels. The labels of these tokens count, except labels of -100.
+    * Any other loss. All labels count, except labels of -100. (If the labels are classes of pixels, the model's
+      configuration may name another value than -100.)
+
+    Args:
+        model: the sharded model.
+        given: the keyword arguments of the forward, with "labels" and possibly "attention_mask".
+        own: whether the loss is computed by code from the user's program or the Hub, and not by transformers. Labels of
+            -100 then do not count in any dtype, as in Trainer's own count of labels.
+
+    Returns:
+        The booleans; None if the labels are not a tensor.
+    """
+    labels, mask = given["labels"], given.get("attention_mask")
+    if not isinstance(labels, torch.Tensor):
+        return None
+    if _UNCOUNTED in vars(base_of(model)):
+        return torch.zeros_like(labels, dtype=torch.bool)
+    if labels.is_floating_point() and not own:
+        return torch.ones_like(labels, dtype=torch.bool)
+    counted = labels.ne(_ignored_label(model, labels))
+    # Losses of some models, such as ElectraForPreTraining, are means over the tokens that the mask allows. Their code
+    # calls these tokens `active_loss`.
+    if isinstance(mask, torch.Tensor) and mask.shape == labels.shape and "active_loss" in names_in_forward(model):
+        counted = counted & mask.eq(1).to(counted.device)
+    return counted
+
+
+def _ignored_label(model: Any, labels: torch.Tensor) -> int:
+    """Return the label that does not count in the mean of the loss of `model`.
+
+    This is -100, except for labels of pixels, which have shape (rows, height, width). For them, it is the label that
+    the model's configuration names. If there is only a single class, it is -100 for pixels, too: the loss of Segformer
+    is then 0 for the pixels with the configured label, but is divided by the number of all pixels.
+    """
+    config = getattr(base_of(model), "config", None)  # a module that is not from transformers may have none
+    if labels.ndim != 3 or getattr(config, "num_labels", None) == 1:
+        return IGNORED
+    return getattr(config, "semantic_loss_ignore_index", getattr(config, "loss_ignore_index", IGNORED))
 
 
 def is_scalar(value: Any) -> bool:
@@ -146,7 +246,7 @@ def base_of(model: Any) -> Any:
 
 
 def chooses_loss(model: Any) -> bool:
-    """Return whether the forward of `model` calls `self.loss_function`, a property of models of transformers.
+    """Return whether the forward of `model` calls `self.loss_function`, a property of models from transformers.
 
     The forward's code then does not tell whether the loss is divided by `num_items_in_batch`, because this depends on
     the loss function. The caller must observe the calls of the loss function instead.
@@ -171,7 +271,7 @@ def ignores_count(model: Any) -> bool:
 
 
 def has_own_forward(model: Any) -> bool:
-    """Return whether the forward of `model` is code of the user or of the Hub, and not of transformers.
+    """Return whether the forward of `model` is code from the user's program or the Hub, and not from transformers.
 
     The names in such code do not tell how it computes its loss. The caller must observe the forward instead.
     """
@@ -180,7 +280,7 @@ def has_own_forward(model: Any) -> bool:
 
 
 def package_of(function: Any) -> str:
-    """Return the name of the package whose code a function is, inside decorators and functools.partial."""
+    """Return the name of the package that defines a function. Decorators and functools.partial are ignored."""
     return (getattr(_undecorated(function), "__module__", None) or "").split(".")[0]
 
 

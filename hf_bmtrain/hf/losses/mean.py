@@ -28,12 +28,16 @@ from .hooks import (
     hook_loss,
     ignores_count,
     names_in,
+    names_in_forward,
     package_of,
 )
 
 _log = logging.getLogger("hf_bmtrain")
 _OF_ROWS = re.compile("CTC|RNNT|TDT")
 """Matches the names of losses that are a mean over rows (sequences), not over labels."""
+_OF_SENTENCES = {"next_sentence_label", "sentence_order_label", "sentence_image_labels"}
+"""Names of label arguments with one label per row, of models such as BERT for pretraining. Their loss is the sum of two
+means: over tokens, and over rows."""
 
 
 def follow_mean_loss(model: Any, trainer: transformers.Trainer) -> Callable[[], bool]:
@@ -42,52 +46,86 @@ def follow_mean_loss(model: Any, trainer: transformers.Trainer) -> Callable[[], 
     By default (`average_tokens_across_devices`), Trainer multiplies the loss by the number of ranks. This is right if
     the loss is a sum divided by `num_items_in_batch`, the number of labels in all micro-batches on all ranks. But many
     models, such as BERT, ignore `num_items_in_batch` and return a mean over this rank's labels. A hook multiplies the
-    loss of such a model by this rank's share of the labels of all ranks, before Trainer multiplies it. The same is done
-    for the result of Trainer's `compute_loss_func`.
+    loss of such a model by this rank's share of the labels of all ranks, before Trainer multiplies it.
 
-    Trainer also adds up the losses of micro-batches, which is wrong for a mean, even in one process. This function does
-    not change that, but logs a warning.
+    Trainer also adds up the losses of micro-batches, which is wrong for a mean, even in one process. `follow_mean_loss`
+    does not change that, but a warning is logged.
 
     Args:
-        model: the sharded model, after a call of `claim_hooks`, which removes the hooks of another Trainer.
-        trainer: the Trainer that trains or evaluates it.
+        model: the sharded model. Call `claim_hooks(model, trainer)` first.
+        trainer: the Trainer that trains or evaluates the model.
 
     Returns:
-        A function that returns whether the model's last forward has computed a loss that is a mean.
+        A function without arguments. It returns True if the loss of the model's last forward with `num_items_in_batch`
+        is a mean, and False if it is a sum divided by this number. It always returns False if a step has only one
+        micro-batch, and there is one rank or `average_tokens_across_devices=False`: nothing needs a correction or
+        warning then.
     """
-    args = trainer.args
-    several = current_world().size > 1 and args.average_tokens_across_devices
-    if not several and args.gradient_accumulation_steps == 1:
+    several = _averages(trainer)
+    if not several and trainer.args.gradient_accumulation_steps == 1:
         return lambda: False
-    function: Any = trainer.compute_loss_func
-    if callable(function) and not isinstance(function, _ObservedFunction):
-        trainer.compute_loss_func = _ObservedFunction(function, model, trainer)
     base, forward = base_of(model), _Forward(model)
     if not forward.may_be_mean:
         return lambda: False
+    sentences = _OF_SENTENCES & names_in_forward(model) if several else set()
     way_out = "set trainer.model_accepts_loss_kwargs = False before train()"
-    correct = _Correction(type(base).__name__, model, trainer, way_out)
+    correct = _Correction(type(base).__name__, trainer, way_out)
 
     def weigh(given: dict[str, Any], outputs: Any, loss: torch.Tensor) -> torch.Tensor:
         # A sum needs no hook: Trainer multiplies it by the number of ranks, and gradients are averaged over the ranks,
         # so the result is the sum over all ranks. Adding up the losses of micro-batches is also correct for a sum.
         if "CTC" in forward.name and base.config.ctc_loss_reduction == "sum":
             return loss
-        return correct(loss, given["labels"], forward.ignored, forward.observed, bool(_OF_ROWS.search(forward.name)))
+        for name in sentences:
+            if forward.ignored and not forward.observed and isinstance(given.get(name), torch.Tensor):
+                # The loss is a mean over tokens plus a mean over rows. The first must be multiplied by this rank's
+                # share of the tokens, the second by its share of the rows. So compute the mean over rows again, from
+                # the outputs: (the loss, the logits of tokens, the logits of rows).
+                of_rows = torch.nn.functional.cross_entropy(outputs[2].view(-1, 2), given[name].view(-1))
+                of_tokens = correct(loss - of_rows, given, True, False)
+                return of_tokens + correct(of_rows, {"labels": given[name]}, True, False)
+        return correct(loss, given, forward.ignored, forward.observed, bool(_OF_ROWS.search(forward.name)))
 
     hook_loss(model, weigh, (forward.begin, forward.end))
     return lambda: forward.ignored
 
 
+def follow_loss_function(trainer: transformers.Trainer) -> None:
+    """Make the result of Trainer's `compute_loss_func` the mean over the labels of all ranks, as in one process.
+
+    The function may ignore `num_items_in_batch`, as a model may. Its result is then corrected in the same way as the
+    loss of a model by `follow_mean_loss`.
+
+    Called when a trainer is created, when its training begins, and before each batch of an evaluation on several ranks,
+    because programs may set another function in between.
+
+    Args:
+        trainer: the Trainer. Its `compute_loss_func` is replaced, unless it was already. Nothing is replaced if a step
+            has only one micro-batch, and there is one rank or `average_tokens_across_devices=False`.
+    """
+    function: Any = trainer.compute_loss_func
+    if isinstance(function, _ObservedFunction) and not function.is_for(trainer):  # taken from another Trainer
+        function = trainer.compute_loss_func = function.function
+    if not _averages(trainer) and trainer.args.gradient_accumulation_steps == 1:
+        return
+    if callable(function) and not isinstance(function, _ObservedFunction):
+        trainer.compute_loss_func = _ObservedFunction(function, trainer)
+
+
+def _averages(trainer: transformers.Trainer) -> bool:
+    """Return whether losses are averaged over several ranks."""
+    return current_world().size > 1 and trainer.args.average_tokens_across_devices
+
+
 class _Forward:
     """Finds out whether a forward of a model computes a loss that is a mean, because it ignores `num_items_in_batch`.
 
-    A model can do so in three ways: its forward does not use the number, does not pass it to `loss_function`, or calls
-    a `loss_function` that does not use it. For code of transformers, this follows from names in the code. Other code is
-    observed when it runs.
+    A model can ignore this number in three ways: its forward does not use it, does not pass it to `loss_function`, or
+    calls a `loss_function` that does not use it. For code of transformers, this follows from names in the code. Other
+    code is observed when it runs.
 
     Args:
-        model: the sharded model, after a call of `claim_hooks`, which removes the hooks of another Trainer.
+        model: the sharded model, after a call of `claim_hooks`.
 
     Attributes:
         may_be_mean: False if the loss of every forward is known to be divided by `num_items_in_batch`.
@@ -107,7 +145,10 @@ class _Forward:
             hide_from_blocks(model)
 
     def begin(self, given: dict[str, Any]) -> dict[str, Any]:
-        """Begin to observe a forward with the keyword arguments `given`. Return those that it must get instead."""
+        """Begin to observe a forward to which Trainer passes the keyword arguments `given`.
+
+        Returns the keyword arguments to pass to the forward instead.
+        """
         self.ignored, self.observed, self.name = self._mean, self._own, ""
         if self._chooses:
             # Replace the model's `loss_function` by one that also records what it does.
@@ -129,7 +170,7 @@ class _Forward:
 
     def _call(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         self.name = getattr(function, "__name__", "")
-        if self._own:  # the whole forward is observed
+        if self._own:  # the whole forward is observed, including this call
             return function(*args, **kwargs)
         names = names_in(function)
         if kwargs.get(COUNT) is None:
@@ -155,20 +196,25 @@ class _ObservedFunction:
 
     Args:
         function: the user's `compute_loss_func`.
-        model: the trainer's model.
         trainer: the Trainer, which multiplies the result by the number of ranks.
     """
 
-    def __init__(self, function: Callable[..., Any], model: Any, trainer: transformers.Trainer) -> None:
-        self._function, self._model, self._use = function, model, CountUse()
+    def __init__(self, function: Callable[..., Any], trainer: transformers.Trainer) -> None:
+        self.function, self._use = function, CountUse()
         name = getattr(function, "__name__", type(function).__name__)
-        self._correct = _Correction(name, model, trainer, "let it return their sum divided by num_items_in_batch")
+        self._correct = _Correction(
+            name, trainer, "let it return the sum of the losses of all labels, divided by num_items_in_batch"
+        )
+
+    def is_for(self, trainer: transformers.Trainer) -> bool:
+        """Return whether this replaces a function of `trainer`, and not of another Trainer."""
+        return self._correct.trainer() is trainer
 
     def __call__(self, outputs: Any, labels: Any, num_items_in_batch: Any = None) -> Any:
         if num_items_in_batch is None:
-            return self._function(outputs, labels, num_items_in_batch=None)
-        loss = self._function(outputs, labels, num_items_in_batch=self._use.observed(num_items_in_batch))
-        return self._correct(loss, counted_labels(self._model, labels), not self._use.seen, observed=True)
+            return self.function(outputs, labels, num_items_in_batch=None)
+        loss = self.function(outputs, labels, num_items_in_batch=self._use.observed(num_items_in_batch))
+        return self._correct(loss, {"labels": labels}, not self._use.seen, observed=True)
 
 
 class _Correction:
@@ -176,34 +222,38 @@ class _Correction:
 
     Args:
         name: the name of the class or function that computes the loss, for the log.
-        model: the sharded model.
-        trainer: the Trainer that gets the loss.
-        way_out: how to average the losses of micro-batches, for a warning.
+        trainer: the Trainer that gets the loss. Its model may be another one in a later call (`model_init`).
+        way_out: advice on how to average the losses of micro-batches, for a warning.
+
+    Attributes:
+        trainer: a weak reference to the Trainer.
     """
 
-    def __init__(self, name: str, model: Any, trainer: transformers.Trainer, way_out: str) -> None:
-        self._name, self._model, self._args, self._way_out = name, model, trainer.args, way_out
-        self._trainer = weakref.ref(trainer)  # weak, because the model may live longer than the trainer
+    def __init__(self, name: str, trainer: transformers.Trainer, way_out: str) -> None:
+        self._name, self._args, self._way_out = name, trainer.args, way_out
+        self.trainer = weakref.ref(trainer)  # weak, because the model may live longer than the trainer
         self._told = self._warned = False
 
     def __call__(
-        self, loss: torch.Tensor, labels: Any, ignored: bool, observed: bool, of_rows: bool = False
+        self, loss: torch.Tensor, given: dict[str, Any], ignored: bool, observed: bool, of_rows: bool = False
     ) -> torch.Tensor:
         """Return the loss that Trainer must get. Collective if Trainer averages over ranks: every rank must call it.
 
         Args:
             loss: the loss of this rank.
-            labels: this rank's labels. If they are not a tensor, the loss is returned as it is.
+            given: the keyword arguments of the forward, of which "labels" and "attention_mask" tell which labels count.
+                If the labels are not a tensor, the loss is returned as it is.
             ignored: whether the loss is a mean, because its computation ignores `num_items_in_batch`.
-            observed: whether `ignored` was observed on this rank, and may be different on others, for example on a rank
-                without labels. The loss is taken for a mean only if every rank has ignored `num_items_in_batch`.
+            observed: whether `ignored` was observed on this rank, and may be different on other ranks, for example on a
+                rank without labels. The loss is taken for a mean only if every rank has ignored `num_items_in_batch`.
             of_rows: whether the loss is a mean over rows that have a label, not over labels.
         """
-        trainer, world = self._trainer(), current_world()
-        if not isinstance(labels, torch.Tensor):
+        trainer, world = self.trainer(), current_world()
+        if trainer is None or not isinstance(given["labels"], torch.Tensor):
             return loss
+        model: Any = trainer.model
         steps, summed = self._args.gradient_accumulation_steps, getattr(trainer, "loss_is_scaled_for_ga", None)
-        if ignored and self._model.training and steps > 1 and summed is not False:
+        if ignored and model.training and steps > 1 and summed is not False:
             self._warn(steps)
         if not (ignored or observed) or world.size == 1 or not self._args.average_tokens_across_devices:
             return loss
@@ -213,9 +263,16 @@ class _Correction:
                 "the number of ranks as Trainer does with average_tokens_across_devices=True", self._name,
             )  # fmt: skip
             self._told = True
-        if getattr(trainer, "_loss_shifts_labels", False):  # no token predicts the first one
-            labels = labels[..., 1:]
-        return loss * _share(labels, loss, of_rows, ignored, ranks_per_row(self._model))
+        counted = counted_labels(model, given, observed)
+        assert counted is not None
+        if getattr(trainer, "_loss_shifts_labels", False):  # the first label does not count: no token predicts it
+            counted = counted[..., 1:]
+        if of_rows:
+            counted = counted.flatten(1).any(1)
+        share = _share(counted, loss, ignored, ranks_per_row(model))
+        return (
+            torch.where(share > 0, loss, loss.nan_to_num()) * share
+        )  # a mean over no labels may be nan, and nan * 0 is nan
 
     def _warn(self, steps: int) -> None:
         if self._warned or current_world().rank != 0:
@@ -224,27 +281,25 @@ class _Correction:
         _log.warning(
             "the loss of %s is a mean that ignores num_items_in_batch, but Trainer adds up the losses of the %d "
             "micro-batches of a step, and does not average them (with or without hf_bmtrain). So the logged loss and "
-            "the gradients are %d times those of the average. To average the losses, %s",
+            "the gradients are %d times as large as with an average. To average the losses, %s",
             self._name, steps, steps, self._way_out,
         )  # fmt: skip
 
 
-def _share(labels: torch.Tensor, loss: torch.Tensor, of_rows: bool, ignored: bool, shared: int) -> torch.Tensor:
-    """Return the factor by which a mean over this rank's labels is multiplied, or 1 if the loss is no mean.
+def _share(counted: torch.Tensor, loss: torch.Tensor, ignored: bool, shared: int) -> torch.Tensor:
+    """Return the factor by which a mean over this rank's labels is multiplied, or 1 if the loss is not a mean.
 
-    The factor is this rank's share of the labels of all ranks, multiplied by `shared`. Ignored labels (-100) do not
-    count. The loss is a mean if every rank has ignored `num_items_in_batch`. Collective: every rank must call it. The
-    host does not wait for the device.
+    The factor is this rank's share of the labels of all ranks, multiplied by `shared`. If no label on any rank counts,
+    all ranks have the same share. The loss is a mean if every rank has ignored `num_items_in_batch`. Collective: every
+    rank must call it. The host does not wait for the device.
 
     Args:
-        labels: this rank's labels.
+        counted: which of this rank's labels (or rows) count.
         loss: the loss, whose device and dtype the result has.
-        of_rows: whether to count rows that have a label, instead of labels.
         ignored: whether this rank has ignored `num_items_in_batch`.
         shared: the number of ranks that have the same rows (sequences).
     """
     world = current_world()
-    counted = labels.ne(-100).flatten(1).any(1) if of_rows else labels.ne(-100)
     mine = counted.sum(dtype=torch.float64).reshape(1).to(loss.device)
     everyone = torch.cat([mine, torch.full_like(mine, float(not ignored))])
     # If ranks may run different blocks, other ranks may still be in their forward, whose collectives need this rank.
@@ -252,5 +307,5 @@ def _share(labels: torch.Tensor, loss: torch.Tensor, of_rows: bool, ignored: boo
     if (entry := world.schedule.negotiated) is not None:
         world.schedule.negotiation.finish(entry)
     world.reduce.all_reduce(everyone).wait()
-    share, used = mine[0] / everyone[0] * shared, everyone[1] > 0
+    used, share = everyone[1] > 0, torch.where(everyone[0] > 0, mine[0] / everyone[0], 1 / world.size) * shared
     return torch.where(used, torch.ones_like(share), share).to(loss.dtype)

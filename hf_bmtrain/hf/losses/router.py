@@ -12,7 +12,7 @@ import transformers
 
 from ...engine.runtime.world import current_world
 from ...engine.wrap.accelerator import ranks_per_row
-from .hooks import base_of, hook_loss, is_scalar, names_in_forward
+from .hooks import base_of, count_parts_without_rows, hook_loss, is_scalar, names_in_forward
 
 _log = logging.getLogger("hf_bmtrain")
 _COEFFICIENTS = ("router_aux_loss_coef", "aux_loss_coef")
@@ -21,17 +21,19 @@ _COEFFICIENTS = ("router_aux_loss_coef", "aux_loss_coef")
 def average_router_loss(model: Any, trainer: transformers.Trainer, is_mean: Callable[[], bool]) -> None:
     """Make the auxiliary loss of the routers of `model` count once per step, averaged over micro-batches and ranks.
 
-    A mixture of experts returns the sum of a cross entropy, divided by `num_items_in_batch` (the number of labels in
-    all micro-batches on all ranks), and of `router_aux_loss_coef * aux_loss`. Trainer adds up the losses of the
+    A mixture of experts returns the loss `cross_entropy / num_items_in_batch + router_aux_loss_coef * aux_loss`, where
+    `num_items_in_batch` is the number of labels in all micro-batches on all ranks. Trainer adds up the losses of the
     micro-batches and multiplies them by the number of ranks. This is right for the cross entropy. But the auxiliary
     loss is already a mean, so it would count once per micro-batch and rank. Before Trainer gets the loss, a hook
-    therefore divides the auxiliary loss by the number of micro-batches times the number of ranks.
+    therefore divides the auxiliary loss by the number of micro-batches times the number of ranks. In the last batch,
+    ranks may have no rows; they are left out.
 
     Args:
         model: the sharded model, with or without PEFT's adapters.
         trainer: the Trainer that trains it.
-        is_mean: returns whether the last forward has computed a loss that is a mean. A hook of `follow_mean_loss`,
-            which has returned this function, then averages the whole loss, with the auxiliary loss.
+        is_mean: the result of `follow_mean_loss(model, trainer)`: a function that returns whether the loss of the last
+            forward is a mean, and not a sum divided by `num_items_in_batch`. If it is, the hook divides nothing,
+            because the hook of `follow_mean_loss` averages the whole loss over the ranks, with the auxiliary loss.
     """
     names = names_in_forward(model)
     name = next((name for name in _COEFFICIENTS if name in names), None)
@@ -48,7 +50,8 @@ def average_router_loss(model: Any, trainer: transformers.Trainer, is_mean: Call
         if trainer is None or is_mean() or not isinstance(auxiliary, torch.Tensor):
             return loss
         times = trainer.current_gradient_accumulation_steps if model.training else 1
-        times *= current_world().size // ranks_per_row(model) if args.average_tokens_across_devices else 1
+        if args.average_tokens_across_devices:
+            times = times * (current_world().size // ranks_per_row(model)) - count_parts_without_rows(model)
         if times == 1:
             return loss
         coefficient = _value(base, name)

@@ -4,35 +4,45 @@ from __future__ import annotations
 
 import logging
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from typing import Any
 
 import torch
 import transformers
 from accelerate.data_loader import DataLoaderDispatcher
-from accelerate.utils import find_batch_size
+from transformers.trainer_pt_utils import find_batch_size
 
 from ...engine.runtime.world import World, current_world
 from ...engine.wrap.accelerator import ranks_per_row
-from .hooks import labels_uncounted
+from .hooks import IGNORED, labels_uncounted, parts_without_rows
+from .mean import follow_loss_function
 
 _log = logging.getLogger("hf_bmtrain")
-IGNORED = -100
 _OF_PAIRS = ("trl.trainer.reward_trainer", "trl.trainer.dpo_trainer")  # modules of trainers with losses over pairs
 _OF_BATCHES = {"aot", "aot_unpaired", "sft"}
 """Names of losses of TRL's DPOTrainer that are not a mean over pairs of rows."""
+_OF_CACHES = ("PREFIX_TUNING", "CARTRIDGE")
+"""PEFT's prompt-learning methods whose virtual tokens are keys and values in the cache. Other such methods put
+embeddings before each row."""
 
 
 def follow_short_batch(trainer: transformers.Trainer) -> None:
     """Make the evaluation loss of `trainer` on several ranks equal that of one process, even with a short last batch.
 
-    Accelerate fills up the last batch with rows of the first one, so that all ranks take the same number of steps.
-    Trainer drops the predictions for these repeated rows, but each rank's loss is a mean over all its rows, including
-    repeated ones. This function replaces `prediction_step` of `trainer` by one that corrects the loss of such a batch:
-    it computes the loss again without the repeated rows or, for some trainers, ignores their labels. If neither is
-    possible (for example, if rows are packed or the dataset has no length), the loss stays as it is, and rank 0 logs a
-    warning.
+    Accelerate fills up a short last batch with rows of the first batch, so that all ranks take the same number of
+    steps. Trainer drops the predictions for these repeated rows. But the loss of a rank is a mean over all its rows,
+    including repeated rows.
+
+    This function replaces `prediction_step` of `trainer` by one that corrects the loss of such a batch. Usually it
+    computes the loss again without the repeated rows. For TRL's SFTTrainer, or if a collator has concatenated the rows
+    of a rank into one, it sets the labels of the repeated rows to -100 instead, which the loss ignores. If neither is
+    possible (for example, if the rows of the dataset are packed or the dataset has no length), the loss is not
+    corrected, and rank 0 logs a warning.
+
+    For SFTTrainer, and for Seq2SeqTrainer with `predict_with_generate`, the new `prediction_step` also averages the
+    loss of every batch over the labels of all ranks. With one rank, or if `prediction_step` of this trainer was
+    replaced before, this function does nothing.
     """
     world = current_world()
     if world.size == 1 or "prediction_step" in vars(trainer):
@@ -47,7 +57,7 @@ def follow_short_batch(trainer: transformers.Trainer) -> None:
         # `left`, the number of rows without repeated ones, is then set to None, as for a full batch: the rows of this
         # batch need no other correction.
         of_labels = is_sft(trainer, inputs)
-        if of_labels and left is not None and left > 0 and find_batch_size(inputs) == _rows_of_rank(trainer):
+        if of_labels and left is not None and left > 0 and rows_in(inputs) == _rows_of_rank(trainer):
             inputs, left = _ignore_repeated(inputs, left - group * _rows_of_rank(trainer)), None
         # If a collator has concatenated this rank's rows into one, also ignore the labels of repeated rows, and set
         # `left` to None.
@@ -56,17 +66,21 @@ def follow_short_batch(trainer: transformers.Trainer) -> None:
             own = _ignore_flattened(trainer, inputs, left or 0, of_labels)
             if all(world.gather_objects(own is not None)):
                 inputs, left = own, None
+        # `full` is whether the last batch has no repeated rows, although Accelerate treats it as short.
+        full = left is not None and not flattened
+        full = full and all(world.gather_objects(left == groups * (rows_in(inputs) or 0)))
         loss, logits, labels = plain(model, inputs, prediction_loss_only, ignore_keys=ignore_keys)
         generates = getattr(trainer.args, "predict_with_generate", False) and not prediction_loss_only
         if loss is not None and (of_labels or generates):
-            loss = _weigh(trainer, inputs, loss, world)
-        elif loss is not None and flattened and left is None:
-            # Trainer gathers one copy of the loss per row, and drops as many copies as there are repeated rows, which
-            # may be all copies of a rank. Therefore return the mean over all ranks on every rank.
+            loss = _weigh(trainer, inputs, loss, of_labels, world)
+        elif loss is not None and (flattened and left is None or full or left is not None and is_listed(inputs)):
+            # Trainer gathers one copy of the loss per row. It drops copies from the last ranks (perhaps all copies of a
+            # rank), as if the rows of these ranks were repeated rows. Therefore return the mean over all ranks on every
+            # rank.
             mean = loss.detach().reshape(1).to(trainer.args.device, copy=True)
             world.reduce.all_reduce_mean(mean).wait()
             loss = mean[0]
-        if loss is None or left is None or left == groups * (find_batch_size(inputs) or 0) and not flattened:
+        if loss is None or left is None or full:
             return loss, logits, labels
         right, of_pairs = None, groups == world.size and _is_mean_over_pairs(trainer)
         if left > 0 and not flattened:
@@ -97,6 +111,7 @@ def follow_short_batch(trainer: transformers.Trainer) -> None:
 
     def prediction_step(model: Any, inputs: Any, prediction_loss_only: bool, ignore_keys: Any = None) -> Any:
         accelerator = trainer.accelerator
+        follow_loss_function(trainer)
         # Seq2SeqTrainer sets `gather_function` to `Accelerator.gather`, which keeps repeated rows. Use `gather` only
         # for the loss, so that the repeated rows of logits and labels are dropped, as with other trainers.
         if trainer.gather_function == accelerator.gather:
@@ -121,7 +136,7 @@ def follow_short_batch(trainer: transformers.Trainer) -> None:
 
 
 class _GatherRows:
-    """Replacement for `trainer.gather_function` that gathers the loss of a batch by another function, `gather_loss`.
+    """Replacement for `trainer.gather_function` that gathers the loss of a batch by the function `gather_loss`.
 
     Logits and labels are gathered by Accelerate, which drops the rows that it repeated to fill up the last batch.
 
@@ -149,9 +164,9 @@ class _GatherRows:
 def is_sft(trainer: transformers.Trainer, inputs: Any) -> bool:
     """Return whether the methods of TRL's own SFTTrainer compute the loss of a batch.
 
-    Such a loss is a mean over this rank's labels that are not -100. So callers can exclude the rows that Accelerate has
-    repeated by setting their labels to -100. False if a subclass of SFTTrainer or a `compute_loss_func` computes the
-    loss, or if `inputs` has no labels.
+    Such a loss is a mean over this rank's labels that are not -100. So callers can exclude repeated rows, with which
+    Accelerate fills up a batch, by setting the labels of these rows to -100. False if a subclass of SFTTrainer or a
+    `compute_loss_func` computes the loss, or if `inputs` has no labels.
 
     Args:
         trainer: the trainer.
@@ -159,7 +174,22 @@ def is_sft(trainer: transformers.Trainer, inputs: Any) -> bool:
     """
     methods = (type(trainer).compute_loss, type(trainer).prediction_step)
     own = all(method.__module__ == "trl.trainer.sft_trainer" for method in methods)
-    return own and trainer.compute_loss_func is None and isinstance(inputs.get("labels"), torch.Tensor)
+    if not own or trainer.compute_loss_func is not None or is_listed(inputs):
+        return False
+    return isinstance(inputs.get("labels"), torch.Tensor)
+
+
+def is_listed(inputs: Any) -> bool:
+    """Return whether a batch is not a dict but a list of rows, which the trainer converts to tensors (GRPOTrainer)."""
+    return not isinstance(inputs, Mapping)
+
+
+def rows_in(inputs: Any) -> int | None:
+    """Return the number of rows of a batch: the length of a list, or the size of dimension 0 of a tensor in a dict.
+
+    Returns None if it is unknown.
+    """
+    return len(inputs) if isinstance(inputs, (list, tuple)) else find_batch_size(inputs)
 
 
 def _rows_of_rank(trainer: transformers.Trainer) -> int:
@@ -181,15 +211,18 @@ def _ignore_repeated(inputs: Any, kept: int) -> dict[str, Any]:
 def starts_of_rows(inputs: Any) -> torch.Tensor | None:
     """Return where each row begins if a collator has concatenated all rows of a batch into one long row.
 
-    Callers exclude rows that Accelerate has repeated from the loss, and must therefore find them in the long row.
+    Callers use these positions to find the rows that Accelerate has repeated to fill up the batch, because these rows
+    must not count in the loss.
 
     Args:
-        inputs: the batch, {name of an argument of the model: value}.
+        inputs: the batch, {name of an argument of the model: value}, or a list of rows.
 
     Returns:
         (rows,), the index of the first token of each row, where `position_ids` is 0. None if `inputs` is not such a
-        batch: labels or position_ids are missing, or are not both of shape (1, tokens).
+        batch: it is a list, or its labels and position_ids are not both tensors of shape (1, tokens).
     """
+    if is_listed(inputs):
+        return None
     positions, labels = inputs.get("position_ids"), inputs.get("labels")
     if not isinstance(positions, torch.Tensor) or not isinstance(labels, torch.Tensor):
         return None
@@ -201,13 +234,13 @@ def starts_of_rows(inputs: Any) -> torch.Tensor | None:
 def ignore_after(inputs: Any, starts: torch.Tensor, kept: int) -> dict[str, Any]:
     """Return a copy of `inputs` in which the labels after the first `kept` rows are -100, so that losses ignore them.
 
-    Called for the last batch, in which the rows after the first `kept` are repeated rows. All rows of the batch are
-    concatenated. The copy is shallow, except that its labels are a new tensor.
+    Called for the last batch, which Accelerate has filled up with repeated rows: those after the first `kept`. All rows
+    of the batch are concatenated. The copy is shallow, except that its labels are a new tensor.
 
     Args:
         inputs: the batch, {name of an argument of the model: value}, with labels (1, tokens).
         starts: (rows,), the index of the first token of each row (see `starts_of_rows`).
-        kept: the number of rows whose labels are kept; not positive for none.
+        kept: the number of rows whose labels are kept; zero or negative if none are kept.
     """
     labels = inputs["labels"].clone()
     if kept < len(starts):
@@ -216,7 +249,10 @@ def ignore_after(inputs: Any, starts: torch.Tensor, kept: int) -> dict[str, Any]
 
 
 def _is_flattened(trainer: transformers.Trainer, inputs: Any) -> bool:
-    """Return whether a collator has concatenated all rows of this rank, so that `inputs` contain one long row."""
+    """Return whether `inputs` contain one long row, into which a collator has concatenated all rows of this rank.
+
+    False if full batches have one row per rank, or if rank 0 reads the batches and Accelerate divides them.
+    """
     divided = isinstance(trainer.accelerator.gradient_state.active_dataloader, DataLoaderDispatcher)
     return not divided and _rows_of_rank(trainer) > 1 and starts_of_rows(inputs) is not None
 
@@ -224,15 +260,16 @@ def _is_flattened(trainer: transformers.Trainer, inputs: Any) -> bool:
 def _ignore_flattened(trainer: Any, inputs: Any, left: int, of_labels: bool) -> dict[str, Any] | None:
     """Return the last batch with the labels of repeated rows set to -100, which losses ignore.
 
-    Returns None if the number of concatenated rows is not that of a full batch (as for a dataset whose rows are already
-    packed), or if the loss is not averaged over the labels of all ranks.
+    Repeated rows are those with which Accelerate has filled up the batch. Returns None if the number of concatenated
+    rows is not that of a full batch (as for a dataset whose rows are already packed), or if the loss is not averaged
+    over the labels of all ranks.
 
     Args:
         trainer: the Trainer that evaluates.
         inputs: this rank's batch, in which a collator has concatenated all rows.
-        left: the number of rows on all ranks without repeated rows. These rows come first, in rank order.
-        of_labels: whether the caller averages the loss over the labels of all ranks. If not, Trainer's arguments
-            determine whether Trainer does.
+        left: the number of rows on all ranks that are not repeated. These rows come first, in rank order.
+        of_labels: whether the caller averages the loss over the labels of all ranks. If False, Trainer averages it so
+            only with certain arguments, such as `average_tokens_across_devices`.
     """
     starts, rows = starts_of_rows(inputs), _rows_of_rank(trainer)
     counted = computes_loss(trainer) and trainer.model_accepts_loss_kwargs
@@ -243,32 +280,53 @@ def _ignore_flattened(trainer: Any, inputs: Any, left: int, of_labels: bool) -> 
     return ignore_after(inputs, starts, left - current_world().rank // ranks_per_row(trainer.model) * rows)
 
 
-def _weigh(trainer: transformers.Trainer, inputs: Any, loss: torch.Tensor, world: World) -> torch.Tensor:
+def _weigh(trainer: transformers.Trainer, inputs: Any, loss: torch.Tensor, of_sft: bool, world: World) -> torch.Tensor:
     """Return the mean loss over the labels of all ranks, given `loss`, the mean over this rank's labels.
 
     Collective: every rank must call it. This is for trainers that do not pass the number of labels to the model:
-    Seq2SeqTrainer if it generates, and SFTTrainer.
+    Seq2SeqTrainer with `predict_with_generate`, and SFTTrainer (`of_sft`). If there is no label, `loss` is returned
+    unchanged.
     """
     labels = inputs.get("labels")
     if not isinstance(labels, torch.Tensor):
         return loss
-    counted = (labels[..., 1:] if getattr(trainer, "_loss_shifts_labels", False) else labels).ne(-100)
+    shifts = _shifts_labels(trainer) if of_sft else getattr(trainer, "_loss_shifts_labels", False)
+    counted = (labels[..., 1:] if shifts else labels).ne(-100)
     mine = counted.sum(dtype=torch.float64).to(loss.device)
     sums = torch.stack([torch.where(mine > 0, loss.detach().double() * mine, 0.0), mine])
     world.reduce.all_reduce(sums).wait()
     return (sums[0] / sums[1]).to(loss.dtype) if sums[1] > 0 else loss
 
 
+def _shifts_labels(trainer: transformers.Trainer) -> bool:
+    """Return whether the loss of TRL's SFTTrainer leaves out the first label of each row, which no token predicts.
+
+    The result is True for every model, unless PEFT puts virtual tokens before the row.
+    """
+    config: Any = getattr(trainer.model, "active_peft_config", None)
+    return not getattr(config, "is_prompt_learning", False) or config.peft_type in _OF_CACHES
+
+
 def _rows_left(trainer: transformers.Trainer) -> int | None:
     """Return the number of rows of the last evaluation batch on all ranks, without those that Accelerate repeated.
 
     Accelerate repeats rows to fill up this batch. Returns -1 if the number is unknown. Returns None if the current
-    batch is not the last, if the last batch is full, or if Accelerate has not divided the rows among the ranks.
+    batch is not the last, if Accelerate treats the last batch as full, or if Accelerate has not divided the rows among
+    the ranks.
     """
     loader: Any = trainer.accelerator.gradient_state.active_dataloader
     if loader is None or loader is not trainer.callback_handler.eval_dataloader or loader._drop_last:
         return None
-    return loader.remainder if loader.end_of_dataloader and loader.remainder != 0 else None
+    if not loader.end_of_dataloader or loader.remainder == 0:
+        return None
+    if loader.remainder < 0 or isinstance(loader, DataLoaderDispatcher):
+        return loader.remainder
+    # Accelerate computes `remainder` from the length of the dataset. But a sampler may yield each row several times, as
+    # that of TRL's GRPOTrainer does.
+    batches = getattr(loader.batch_sampler, "batch_sampler", None)
+    rows: Any = getattr(batches, "sampler", None)
+    left = len(rows if hasattr(rows, "__len__") else loader.dataset) % loader.total_batch_size
+    return left or loader.total_batch_size
 
 
 def _loss_of_rows(
@@ -279,21 +337,23 @@ def _loss_of_rows(
     Collective: every rank must call it. Returns None if this loss cannot be computed.
 
     inputs: this rank's rows of the batch.
-    left: the number of rows on all ranks without repeated rows. These rows come first, in rank order.
+    left: the number of rows on all ranks that are not repeated. These rows come first, in rank order.
     """
-    rows, shared = find_batch_size(inputs), ranks_per_row(trainer.model)  # `shared` ranks share each row
+    rows, shared = rows_in(inputs), ranks_per_row(trainer.model)  # `shared` ranks share each row
     mine = min(max(left - world.rank // shared * (rows or 0), 0), rows or 0)
-    short = first_rows(inputs, rows, max(mine, 1)) if computes_loss(trainer) else None
+    short = first_rows(inputs, rows, max(mine, 1)) if computes_loss(trainer) and not is_listed(inputs) else None
     if not all(world.gather_objects(short is not None)):
         return None
     assert short is not None
+    absent = world.size // shared + -left // (rows or left)  # groups of ranks that have only repeated rows
     with torch.no_grad(), trainer.compute_loss_context_manager():
         prepared = own = trainer._prepare_inputs(short)
         if mine == 0 and isinstance(prepared.get("labels"), torch.Tensor):
-            own = _ignore_repeated(prepared, 0)  # none of this rank's labels may count
+            own = _ignore_repeated(prepared, 0)  # this rank has only repeated rows, so none of its labels may count
         count = trainer._get_num_items_in_batch([own], trainer.args.device)
         # The forward is collective, so a rank without rows of its own runs it with a repeated row.
-        with labels_uncounted(trainer.model) if mine == 0 else nullcontext():
+        uncounted = labels_uncounted(trainer.model) if mine == 0 else nullcontext()
+        with uncounted, parts_without_rows(trainer.model, absent):
             loss: Any = trainer.compute_loss(model, prepared, num_items_in_batch=count)
     # If `counted`, the loss of a rank is its sum over tokens, divided by the tokens of all ranks and multiplied by the
     # number of ranks, so the loss of the batch is the mean over ranks. Otherwise, the loss of a rank is the mean over
@@ -324,7 +384,8 @@ def _loss_of_pairs(trainer: Any, model: Any, inputs: Any, left: int, world: Worl
     compute the losses of repeated pairs, too, but leave them out of the mean.
 
     inputs: this rank's part of the batch.
-    left: the number of pairs that are not repeated, on all ranks together. In rank order, they come before the others.
+    left: the number of pairs that are not repeated, on all ranks together. In rank order, they come before the repeated
+        pairs.
     """
     size = _rows_of_rank(trainer)
     pairs = [_pair(inputs, row, size) for row in range(min(size, left))]
@@ -345,7 +406,7 @@ def _loss_of_pairs(trainer: Any, model: Any, inputs: Any, left: int, world: Worl
 
 
 def _pair(inputs: Any, row: int, size: int) -> dict[str, Any] | None:
-    """Return the pair of rows with index `row` of `inputs`, or None if a tensor does not have `size` pairs.
+    """Return the pair of rows with index `row` of `inputs`, or None if a value is not a tensor with `size` pairs.
 
     Each tensor has either one row per pair, or the first rows of all `size` pairs followed by their second rows.
     """
@@ -361,12 +422,9 @@ def computes_loss(trainer: transformers.Trainer) -> bool:
     """Return whether `trainer` computes losses by transformers' own methods, which also work for part of a batch.
 
     Accelerate fills up the last batch with repeated rows. If the result is True, callers may compute the loss of the
-    batch without these rows, or set their labels to -100. False if another class, such as a subclass of Trainer outside
-    transformers, computes losses, because it may need full batches. Also False for segmentation models, whose losses do
-    not ignore labels of -100.
+    batch without these rows. False if another class, such as a subclass of Trainer outside transformers, computes
+    losses, because it may need full batches.
     """
-    if hasattr(getattr(trainer.model, "config", None), "semantic_loss_ignore_index"):
-        return False  # the labels of repeated rows may be set to -100, which segmentation losses do not ignore
     methods = (type(trainer).compute_loss, type(trainer).prediction_step)
     return all(method.__module__.split(".")[0] == "transformers" for method in methods)
 
@@ -374,7 +432,8 @@ def computes_loss(trainer: transformers.Trainer) -> bool:
 def first_rows(inputs: Any, rows: int | None, kept: int) -> dict[str, Any] | None:
     """Return `inputs` with only their first `kept` rows, or None if a tensor, list or tuple does not have `rows` rows.
 
-    Called for the last batch, in which the other rows are repeated rows that must not count in the loss.
+    Called for the last batch, which Accelerate has filled up with repeated rows. These are the rows after the first
+    `kept`, and must not count in the loss.
 
     Args:
         inputs: the batch, {name of an argument of the model: value}. Values that are not tensors, lists or tuples stay

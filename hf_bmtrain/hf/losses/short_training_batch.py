@@ -13,13 +13,12 @@ from typing import Any
 import torch
 import transformers
 from accelerate.data_loader import BatchSamplerShard, DataLoaderDispatcher, SkipBatchSampler
-from accelerate.utils import find_batch_size
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from ...engine.runtime.world import World, current_world
 from ...engine.wrap.accelerator import ranks_per_row
-from .hooks import COUNT, labels_uncounted
-from .short_batch import IGNORED, computes_loss, first_rows, ignore_after, is_sft, starts_of_rows
+from .hooks import COUNT, IGNORED, labels_uncounted, parts_without_rows
+from .short_batch import computes_loss, first_rows, ignore_after, is_listed, is_sft, rows_in, starts_of_rows
 
 _log = logging.getLogger("hf_bmtrain")
 
@@ -32,6 +31,7 @@ class _Short:
         inputs: the inputs for the forward. If this rank has only repeated rows, one repeated row is kept.
         rows: the inputs without any repeated row; their size in dimension 0 may be 0. Trainer counts the tokens in
             them.
+        absent: how many ranks (or groups of ranks that share rows) have only repeated rows.
         weight: the number by which a loss that is a mean over this rank's rows is multiplied. It is 0 if `rows` has no
             rows.
         labels: the labels that the forward gets instead of those in `inputs`; None if it gets those in `inputs`. Only
@@ -41,6 +41,7 @@ class _Short:
 
     inputs: dict[str, Any]
     rows: dict[str, Any]
+    absent: int
     weight: float
     labels: torch.Tensor | None = None
 
@@ -51,7 +52,7 @@ def follow_short_training_batch(trainer: transformers.Trainer) -> None:
     Called when a trainer is created or its training begins. Further calls for the same trainer do nothing.
 
     Accelerate fills up such a batch with rows of the epoch's first batch, so that all ranks take the same number of
-    steps. These repeated rows would count twice in the epoch. During training, they are removed, so that the step is
+    steps. These repeated rows would count twice in the epoch. So they are removed from the batch, and the step is
     the same as in one process. A rank whose rows are all repeated keeps one of them, with weight 0, because every rank
     must run the model. If the repeated rows cannot be removed, rank 0 logs a warning with the reason.
 
@@ -64,12 +65,22 @@ def follow_short_training_batch(trainer: transformers.Trainer) -> None:
         return
     collect, step, told = trainer.get_batch_samples, trainer.training_step, False
     short: _Short | None = None
+    loader: Any = None
 
     def own_rows(batches: Iterator[Any]) -> Iterator[Any]:
-        nonlocal short, told
+        nonlocal short, told, loader
+        state = trainer.accelerator.gradient_state
+        before = len(state.dataloader_references)
         for inputs in batches:
+            # The data loader that Accelerate calls active need not be the one of `batches`: it may be that of an
+            # evaluation batch that a callback has read since the last training batch. But a data loader that was added
+            # to the references while the trainer read this batch is the one of `batches`. (It may have been there
+            # already, if a callback has begun to read it.)
+            references = state.dataloader_references
+            if len(references) > before:
+                loader = references[-1]
             short = None
-            left, size = _rows_left(trainer)
+            left, size = _rows_left(loader) if loader in references else (None, None)
             if left:
                 short, reason = _shorten(trainer, inputs, left, size, world)
                 if reason and not told and world.rank == 0:
@@ -82,12 +93,19 @@ def follow_short_training_batch(trainer: transformers.Trainer) -> None:
                     )  # fmt: skip
                     told = True
             yield inputs if short is None else short.inputs
+            before = len(state.dataloader_references)
 
     def get_batch_samples(epoch_iterator: Iterator[Any], *args: Any, **kwargs: Any) -> Any:
         return collect(own_rows(epoch_iterator), *args, **kwargs)
 
     def training_step(model: Any, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
-        if short is None or inputs is not short.inputs:
+        if short is None:
+            return step(model, inputs, num_items_in_batch)
+        with parts_without_rows(trainer.model, short.absent):  # in every micro-batch of the step
+            return step_of_short(short, model, inputs, num_items_in_batch)
+
+    def step_of_short(short: _Short, model: Any, inputs: Any, num_items_in_batch: Any) -> torch.Tensor:
+        if inputs is not short.inputs:
             return step(model, inputs, num_items_in_batch)
         if num_items_in_batch is not None and short.weight > 0 and not _ignores_count(trainer):
             return step(model, inputs, num_items_in_batch)
@@ -95,7 +113,7 @@ def follow_short_training_batch(trainer: transformers.Trainer) -> None:
 
         def weighted(*args: Any, **kwargs: Any) -> Any:
             loss: Any = compute(*args, **kwargs)
-            return loss * weight if weight > 0 else loss.nan_to_num() * 0  # a mean over no labels is nan
+            return loss * weight if weight > 0 else loss.nan_to_num() * 0  # if it is nan, nan * 0 is nan
 
         trainer.compute_loss = weighted  # pyright: ignore[reportAttributeAccessIssue]
         try:
@@ -116,14 +134,15 @@ def follow_short_training_batch(trainer: transformers.Trainer) -> None:
         )
 
 
-def _rows_left(trainer: transformers.Trainer) -> tuple[int | None, int | None]:
+def _rows_left(loader: Any) -> tuple[int | None, int | None]:
     """Count the rows of the current batch, without those that Accelerate repeated to fill up an epoch's last batch.
 
     Returns two numbers. The first is the number of rows on all ranks. It is None if the batch is not the last of an
     epoch or has no repeated rows, and -1 if it is unknown. The second is the number of rows per rank of a full batch;
-    None if it is not fixed, because rank 0 reads the batch and Accelerate divides it.
+    None if it is unknown, or not fixed because rank 0 reads the batch and Accelerate divides it.
+
+    loader: the data loader of Accelerate that has yielded the batch; None if another one has.
     """
-    loader: Any = trainer.accelerator.gradient_state.active_dataloader
     if loader is None or not loader.end_of_dataloader or loader._drop_last:
         return None, None
     if isinstance(loader, DataLoaderDispatcher):
@@ -149,20 +168,22 @@ def _rows_left(trainer: transformers.Trainer) -> tuple[int | None, int | None]:
 def _shorten(
     trainer: transformers.Trainer, inputs: Any, left: int, size: int | None, world: World
 ) -> tuple[_Short | None, str]:
-    """Remove the repeated rows from the last batch of an epoch. Collective: every rank must call it.
+    """Remove the rows that Accelerate has repeated to fill up the last batch of an epoch.
+
+    Collective: every rank must call it.
 
     Args:
         trainer: the Trainer that trains.
         inputs: this rank's part of the batch.
-        left: the number of rows of all ranks that are not repeated.
-        size: the number of rows per rank of a full batch; None if it is not fixed.
-        world: all ranks.
+        left: the number of rows of all ranks that are not repeated, or -1 if it is unknown.
+        size: the number of rows per rank of a full batch; None if it is unknown or not fixed.
+        world: the ranks that train together.
 
     Returns:
         (the shortened batch, ""); (None, why repeated rows cannot be removed); or (None, "") if there are no repeated
         rows.
     """
-    found, shared = find_batch_size(inputs), ranks_per_row(trainer.model)
+    found, shared = rows_in(inputs), ranks_per_row(trainer.model)
     groups, group = world.size // shared, world.rank // shared
     starts = starts_of_rows(inputs)
     if starts is not None and 1 < len(starts) == size:
@@ -172,16 +193,18 @@ def _shorten(
     rows = found or 0
     if left == groups * rows and size is None:
         return None, ""
-    mine = min(max(left - group * rows, 0), rows)
+    if is_listed(inputs):
+        return None, "its rows are a list, which the trainer itself converts to tensors"
+    mine, absent = min(max(left - group * rows, 0), rows), groups + -left // max(rows, 1)
     reason, shortened = _reason(trainer, inputs, left, mine, found, size), None
-    counted = "labels" in inputs and trainer.model_accepts_loss_kwargs
+    counted = _counts_labels(trainer, inputs)
     # If this rank has only repeated rows, the forward gets their labels (see `_Short`), which loss hooks do not count.
     # With SFTTrainer, it gets labels of -100: the loss ignores them, and the metrics must not count repeated rows.
     labels = inputs["labels"] if counted and mine == 0 and not is_sft(trainer, inputs) else None
     if not reason and starts is not None:
         end = int(starts[mine]) if mine < rows else None
         own = {name: value[:, :end] for name, value in inputs.items() if getattr(value, "ndim", 0) == 2}
-        shortened = _Short(ignore_after(inputs, starts, mine), own, mine * groups / left, labels)
+        shortened = _Short(ignore_after(inputs, starts, mine), own, absent, mine * groups / left, labels)
         if not counted:
             reason = "its rows are not along the first dimension"
     elif not reason:
@@ -194,7 +217,7 @@ def _shorten(
                 labels = None if labels is None else labels[: len(kept["labels"])]
                 kept["labels"] = inputs["labels"][: len(kept["labels"])].clone()
                 kept["labels"][mine:] = IGNORED
-            shortened = _Short(kept, own, mine * groups / left, labels)
+            shortened = _Short(kept, own, absent, mine * groups / left, labels)
     reasons = [each for each in world.gather_objects(reason) if each]
     return (None, reasons[0]) if reasons else (shortened, "")
 
@@ -204,20 +227,20 @@ def _reason(
 ) -> str:
     """Return why repeated rows cannot be removed from a batch, or an empty string if they can be.
 
+    Repeated rows are those with which Accelerate has filled up the last batch of an epoch.
+
     left: the number of rows of all ranks that are not repeated, or -1 if it is unknown.
     mine: the number of these rows that this rank has.
     found: the number of rows in `inputs`, this rank's part of the batch; None if it is unknown.
-    size: the number of rows per rank of a full batch; None if it is not fixed.
+    size: the number of rows per rank of a full batch; None if it is unknown or not fixed.
     """
     if left < 0:
         return "the dataset has no length"
     if found is None or size not in (None, found):
         return "its rows are not along the first dimension"
-    if trainer.compute_loss_func is not None:
+    if trainer.compute_loss_func is not None and not computes_loss(trainer):
         return "compute_loss_func computes the loss"
-    if not computes_loss(trainer) and hasattr(getattr(trainer.model, "config", None), "semantic_loss_ignore_index"):
-        return "segmentation models do not ignore labels of -100"
-    counted = "labels" in inputs and trainer.model_accepts_loss_kwargs
+    counted = _counts_labels(trainer, inputs)
     if counted and not isinstance(inputs["labels"], torch.Tensor):
         return "its labels are not a tensor"
     if counted and not trainer.args.average_tokens_across_devices:
@@ -234,13 +257,18 @@ def _reason(
     return ""
 
 
+def _counts_labels(trainer: transformers.Trainer, inputs: Any) -> bool:
+    """Return whether Trainer counts the labels of all ranks, by whose number a loss may be divided."""
+    return "labels" in inputs and (trainer.model_accepts_loss_kwargs or trainer.compute_loss_func is not None)
+
+
 def _are_of_tokens(trainer: transformers.Trainer, inputs: Any) -> bool:
-    """Return whether the labels belong to tokens, so that losses ignore -100. In other labels, -100 may be a value."""
+    """Return whether the labels belong to tokens, so losses ignore -100. In other labels, -100 may be a value."""
     model: Any = trainer.model
     labels, read = inputs["labels"], inputs.get(getattr(model, "main_input_name", "input_ids"))
     if labels.is_floating_point() or labels.ndim != 2 or not isinstance(read, torch.Tensor):
         return False
-    config = getattr(model, "config", None)  # a module that is not of transformers may have none
+    config = getattr(model, "config", None)  # a module that is not from transformers may have none
     return labels.shape == read.shape[:2] or getattr(config, "is_encoder_decoder", False)
 
 

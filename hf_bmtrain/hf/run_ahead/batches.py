@@ -15,8 +15,8 @@ from ...features.masks import MASK, note_full
 class BatchCopies:
     """Makes a data loader of Accelerate copy batches without waiting for the GPU, until `close`.
 
-    By default, Accelerate waits for each copy, and so for the optimizer step that was launched before it. Only then
-    does it collect the batch after this one, while the GPU has nothing to do.
+    By default, Accelerate waits for each copy, and so for the optimizer step that was launched before the copy. Only
+    then does it collect the next batch, and meanwhile the GPU is idle.
 
     Without this wait, a copy may still run when the next batch is collected. This is safe only if the next batch is not
     written to the pinned memory from which the copy reads. Data collators that make new tensors for each batch, as
@@ -24,9 +24,11 @@ class BatchCopies:
     has ended.
 
     Args:
-        loader: the data loader, which `supports` accepts.
-        note_masks: whether to check each batch, still in host memory, for an `attention_mask` without zeros, which
-            the model then need not read.
+        loader: the data loader. `BatchCopies.supports(loader)` must be True.
+        note_masks: whether to check the `attention_mask` of each batch for zeros before the copy, in host memory. If
+            there are none, the copy is marked as a mask without zeros. Models from transformers then need not read it
+            on the GPU, a read for which the host would wait. A later write to the copy cancels the mark. But torch does
+            not notice every write, so pass False if the program's own code might write to the copy before the forward.
     """
 
     def __init__(self, loader: DataLoaderShard, note_masks: bool) -> None:
@@ -37,17 +39,20 @@ class BatchCopies:
 
     @staticmethod
     def supports(loader: Any) -> bool:
-        """Return whether `loader` copies batches of a plain torch DataLoader itself."""
+        """Return whether `loader` is Accelerate's DataLoaderShard around torch's DataLoader.
+
+        Subclasses of these two classes are not supported.
+        """
         return type(loader) is DataLoaderShard and type(loader.base_dataloader) is DataLoader
 
     def close(self) -> None:
-        """Restore the data loader."""
+        """Restore the data loader's original class and settings."""
         self._loader._non_blocking = self._waits_not
         self._loader.base_dataloader.__class__ = DataLoader
 
 
 class _NotingLoader(DataLoader):
-    """A DataLoader that yields attention masks without zeros as tensors of the class `_Full`, which marks them."""
+    """A DataLoader that marks each attention mask without zeros, by yielding it as a tensor of the class `_Full`."""
 
     def __iter__(self) -> Iterator[Any]:  # pyright: ignore[reportIncompatibleMethodOverride]
         for batch in super().__iter__():
@@ -58,10 +63,10 @@ class _NotingLoader(DataLoader):
 
 
 class _Full(torch.Tensor):
-    """An attention mask without zeros, from the data loader until its copy to the GPU.
+    """The class of an attention mask without zeros, between the data loader and the copy to the GPU.
 
-    Accelerate copies it by its method `to`. The copy is a plain tensor, which `note_full` has marked as a mask without
-    zeros, so that the model need not read it on the GPU.
+    Accelerate copies this tensor by its method `to`. The copy is a plain tensor, which `note_full` has marked as a mask
+    without zeros, so that the model need not read it on the GPU.
     """
 
     @classmethod

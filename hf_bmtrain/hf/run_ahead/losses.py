@@ -8,15 +8,18 @@ import torch
 
 
 class LossFilter:
-    """Replaces losses of inf and nan on the device, as Trainer's `logging_nan_inf_filter` does on the host.
+    """Replaces losses of inf and nan on the GPU, so that Trainer need not wait for the GPU to find and replace them.
 
-    Trainer adds up the losses of micro-batches for its next log entry. In place of a loss of inf or nan, it adds the
-    mean of the losses since the last entry. To find such losses, it reads each loss on the host, and so waits until the
-    GPU has computed the backward.
+    Trainer adds up the losses of micro-batches for its next log entry. With `logging_nan_inf_filter` (the default), it
+    adds something else in place of a loss of inf or nan: about the mean of the losses since the last entry (their sum,
+    divided by 1 plus the number of steps since then). To find such losses, Trainer reads torch.isnan and torch.isinf of
+    each loss on the host, which therefore waits until the GPU has computed the backward.
 
-    This class replaces `training_step` of a Trainer by one whose result has the mean in place of inf or nan, and for
-    which torch.isnan and torch.isinf return False without reading it. Code that calls `trainer.training_step` in a
-    callback gets this result, too.
+    This class replaces `training_step` of a Trainer by one that makes the same replacement on the GPU. The new
+    `training_step` returns the loss as a special tensor: torch.isnan and torch.isinf return False for it without
+    reading its value, so Trainer does not wait. Other code that calls `trainer.training_step`, for example a callback,
+    gets this tensor, too. Without `logging_nan_inf_filter`, or with an older release of transformers, the loss is
+    returned unchanged.
 
     Args:
         trainer: the Trainer whose `training_step` is replaced, until `close`.
@@ -29,7 +32,9 @@ class LossFilter:
 
     def _training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         loss, trainer = self._step(*args, **kwargs), self._trainer
-        logged = getattr(trainer, "_tr_loss", None)  # None in old releases of transformers, which wait as before
+        # Older releases of transformers have no `_tr_loss`. The loss is then returned unchanged, and Trainer's own
+        # filter waits for it.
+        logged = getattr(trainer, "_tr_loss", None)
         if logged is None or not trainer.args.logging_nan_inf_filter:
             return loss
         mean = logged / (1 + trainer.state.global_step - trainer._globalstep_last_logged)

@@ -55,6 +55,9 @@ def test_pack_is_bit_exact() -> None:
     packed = launch.pack("k", signature, (x, 1 << 40, 7, 0.5, None), CPU)
     assert packed == (x.data_ptr(), 1 << 40, 7, 0.5, 0)
     assert [type(p) for p in packed] == [int, int, numpy.int32, numpy.float32, int]
+    packed = launch.pack("k", signature, (x, numpy.int64(1 << 40), numpy.int8(7), numpy.float32(0.5), None), CPU)
+    assert packed == (x.data_ptr(), 1 << 40, 7, 0.5, 0)
+    assert [type(p) for p in packed] == [int, int, numpy.int32, numpy.float32, int]
 
 
 @pytest.mark.parametrize(
@@ -64,8 +67,8 @@ def test_pack_is_bit_exact() -> None:
         ((torch.zeros(2).double(), 2, 1), ValueError, "x must be torch.float32, got torch.float64"),
         *rows_in_full(
             [
-                ((torch.zeros(2), 2.0, 1), TypeError, "n must be a long long, got float"),
-                ((torch.zeros(2), True, 1), TypeError, "n must be a long long, got bool"),
+                ((torch.zeros(2), 2.0, 1), TypeError, "n must be of type long long, got float"),
+                ((torch.zeros(2), True, 1), TypeError, "n must be of type long long, got bool"),
                 ((torch.zeros(2), 2, 1 << 31), OverflowError, "out of bounds"),
                 ((None, 2, 1), TypeError, "x must be a tensor of float, got NoneType"),
                 ((5, 2, 1), TypeError, "x must be a tensor of float, got int"),

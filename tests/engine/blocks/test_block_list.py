@@ -1,5 +1,7 @@
 """TransformerBlockList called as in BMTrain: several hidden states, hidden states returned, options of each block."""
 
+import gc
+
 import pytest
 import torch
 from torch import nn
@@ -107,6 +109,39 @@ def options_of_each_block():
     assert calls == [2, 1, 1, 2]
 
 
+def removed():
+    """Blocks that are removed, by `del` or by setting another in their place, are gathered on no rank any more.
+
+    They are in reference cycles, which the garbage collector has found on one rank only.
+    """
+    model, twin = (nn.Sequential(nn.ModuleList(made(Layer, 5))) for _ in range(2))
+    bmt.auto_wrap(model)
+    gc.collect()
+    for layer in model[0]:
+        layer.cycle = [layer]
+    del layer
+    gc.disable()
+    try:
+        for layers in (model[0], twin[0]):
+            del layers[1]
+            layers[2] = layers[0]
+        if bmt.rank() == 0:
+            gc.collect()
+        for step in range(2):
+            x = start(step)
+            for layer in model[0]:
+                x = layer(x)
+            y = start(step)
+            for layer in twin[0]:
+                y = layer(y)
+            torch.testing.assert_close(x, y)
+            x.square().mean().backward()
+            y.square().mean().backward()
+        check_gradients(model, twin)
+    finally:
+        gc.enable()
+
+
 def refused():
     x = start(0)
     with pytest.raises(ValueError, match="num_hidden=2"):
@@ -119,7 +154,7 @@ def refused():
         bmt.CheckpointBlock(Layer(), zero_level=1)
 
 
-CASES = [several_hidden_states, hidden_states, options_of_each_block, refused]
+CASES = [several_hidden_states, hidden_states, options_of_each_block, removed, refused]
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)

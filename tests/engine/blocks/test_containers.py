@@ -2,7 +2,7 @@
 
 import dataclasses
 import types
-from collections import OrderedDict, defaultdict, deque
+from collections import OrderedDict, defaultdict, deque, namedtuple
 
 import pytest
 import torch
@@ -249,6 +249,44 @@ def nested_outputs(options):
     check_twins(AnsweringTower, tower_loss, **options)
 
 
+class Pair(namedtuple("Pair", "hidden rows")):  # unlike a plain named tuple, it has a `__dict__`
+    pass
+
+
+class Pairing(Layer):
+    """Takes and returns a tuple that may have attributes as well."""
+
+    def forward(self, pair):
+        y = super().forward(pair.hidden)
+        pair.rows.append(y)
+        made = Pair(y, [y * 2])
+        if hasattr(pair, "total"):
+            pair.last = y.mean()
+            made.total = pair.total + y.mean()
+        return made
+
+
+class PairingTower(Tower):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(1)
+        self.layers = nn.ModuleList([Pairing() for _ in range(3)])
+
+    def forward(self, ids, attributes):
+        pair, loss = Pair(self.embedding(ids), []), 0
+        if attributes:
+            pair.total = pair.hidden.mean()
+        for layer in self.layers:
+            before, pair = pair, layer(pair)
+            loss = loss + before.rows[-1].mean() + (before.last if attributes else 0)
+        return self.head(pair.hidden).square().mean() + pair.rows[0].mean() + loss
+
+
+def tuples_with_attributes(options):
+    for attributes in (True, False):
+        check_twins(PairingTower, lambda model, step, rank, some=attributes: model(ids(step, rank), some), **options)
+
+
 class Failing(Layer):
     def forward(self, x, rows):
         rows.append(x)
@@ -289,12 +327,22 @@ def two_forwards_at_once(options):
     check_twins(Reused, loss, **options)
 
 
-CASES = [identities, returned, nested_outputs, after_an_exception, without_gradients, two_forwards_at_once]
+CASES = [
+    identities,
+    returned,
+    nested_outputs,
+    tuples_with_attributes,
+    after_an_exception,
+    without_gradients,
+    two_forwards_at_once,
+]
 
 
 @pytest.mark.parametrize("options", [OPTIONS[0], *in_full(OPTIONS[3])], ids=lambda o: "-".join(map(str, o.values())))
 @pytest.mark.parametrize(
-    "case", by_default(CASES, identities, after_an_exception, two_forwards_at_once), ids=lambda case: case.__name__
+    "case",
+    by_default(CASES, identities, tuples_with_attributes, after_an_exception, two_forwards_at_once),
+    ids=lambda case: case.__name__,
 )
 def test_containers(world, case, options):
     world(2)(case, options)

@@ -67,7 +67,7 @@ def loading_by_hand(as_list):
     assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
     x = torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(bmt.rank()))
     torch.testing.assert_close(model(x), other(x))
-    with pytest.raises(RuntimeError, match="blocks.1.weight.*another model"):
+    with pytest.raises(RuntimeError, match="blocks.1.weight.*belongs to this model"):
         model.load_state_dict({**state, "blocks.1.weight": torch.ones(WIDTH)})
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import namedtuple
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -44,6 +45,10 @@ class Strange:
         return self._read()
 
 
+class Named(namedtuple("Named", "state")):  # unlike a plain named tuple, it has a `__dict__`
+    pass
+
+
 FORMS: dict[str, tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]] = {
     "rows": (lambda w: w[:ROWS], lambda y: y),
     "itself": (lambda w: w, lambda y: y[:ROWS]),
@@ -53,6 +58,7 @@ FORMS: dict[str, tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tens
     "data": (lambda w: w.data[:ROWS], lambda y: y),
     "detached": (lambda w: w.detach()[:ROWS], lambda y: y),
     "tuple": (lambda w: (None, (w[:ROWS],)), lambda y: y[1][0]),
+    "named tuple": (lambda w: Named([w[:ROWS]]), lambda y: y.state[0]),
     "list": (lambda w: [[w[:ROWS]], "x"], lambda y: y[0][0]),
     "dict": (lambda w: {"state": {"rows": w[:ROWS]}}, lambda y: y["state"]["rows"]),
     "output": (lambda w: Output(state=w[:ROWS]), lambda y: y.state),

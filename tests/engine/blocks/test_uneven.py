@@ -340,7 +340,7 @@ def what_is_logged() -> list[str]:
 
 def test_the_log_says_why(world):
     lines = world(2)(what_is_logged)[0]
-    assert [line.partition("because ")[2].partition(". They")[0] for line in lines] == [
+    assert [line.partition("because ")[2].partition(". Before")[0] for line in lines] == [
         "it has 2 lists of blocks",
         "it has an nn.ModuleDict outside the blocks (a, b, c, d)",
         "Dropping drops layers at random",

@@ -8,6 +8,8 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 import hf_bmtrain as bmt
+from hf_bmtrain.engine.base.torch_internals import inside_hooks
+from hf_bmtrain.engine.blocks.recompute import Recompute
 from ranks import on_ranks
 
 WIDTH = 8
@@ -49,14 +51,24 @@ class Twice(torch.nn.Module):
         return self.head(y - (first.detach() if self.beside == "before, detached" else first) - last).square().mean()
 
 
-@pytest.mark.parametrize("use_checkpoint", [True, False])
+class InHooks(Recompute):
+    """As "auto" answers while memory suffices: only what saved-tensor hooks see is recomputed."""
+
+    def recomputes(self, args, kwargs, pending):
+        return inside_hooks()
+
+
+@pytest.mark.parametrize("use_checkpoint", [True, False, "in hooks"])
 @pytest.mark.parametrize("beside", ["nothing", "before", "before, detached", "after"])
 @pytest.mark.parametrize("nested", [(True,), (False,), (True, False), (False, True), (True, True)])
 @on_ranks(1, 2)
 def test_gradients(nested, beside, use_checkpoint):
     """Two steps equal those of plain torch. In a reentrant checkpoint, the second forward has its own backward."""
     plain = Twice(nested, beside).double()
-    model = bmt.auto_wrap(copy.deepcopy(plain), use_checkpoint=use_checkpoint)
+    model = bmt.auto_wrap(copy.deepcopy(plain), use_checkpoint=use_checkpoint is True)
+    if use_checkpoint == "in hooks":
+        for layer in model.layers:
+            layer._bmt.recompute = InHooks()
     size, rank = bmt.world_size(), bmt.rank()
     for step in range(2):
         x = torch.randn(4 * size, WIDTH, generator=torch.Generator().manual_seed(step)).double().requires_grad_()

@@ -58,7 +58,10 @@ COMPARISONS = {
     "a run of ranks": ([{"x": 1}, {"x": 1}, {"x": 2}], "x: ranks 0-1 have 1, rank 2 has 2;"),
     "a name that two lack": ([{}, {"x": 1}, {}], "x: ranks 0, 2 have nothing, rank 1 has 1;"),
     "other names": ([{"x": 1}, {"y": 1}, {"x": 1}], "x: ranks 0, 2 have 1, rank 1 has nothing; y: ranks 0, 2 have no"),
-    "another order": ([{"x": 1, "y": 2}, {"y": 2, "x": 1}, {"x": 1, "y": 2}], "number 0: ranks 0, 2 have x, rank 1"),
+    "another order": (
+        [{"x": 1, "y": 2}, {"y": 2, "x": 1}, {"x": 1, "y": 2}],
+        "position 0 (from 0): ranks 0, 2 have x, rank 1",
+    ),
     "many": (
         [dict.fromkeys(range(9), 0), dict.fromkeys(range(9), 1), {}],
         "; and 4 more; file: rank 0 has 0.pt, rank 1",
@@ -202,7 +205,7 @@ WRAPPINGS = {
     other_class: "class: rank 0 has Tower, rank 1 has Other",
     other_dtype: "'head.weight': rank 0 has (2, 6) torch.float32 requires_grad=True, rank 1 has (2, 6) torch.bf",
     frozen: "parameter 'head.bias': rank 0 has (2,) torch.float32 requires_grad=True, rank 1 has (2,) torch.fl",
-    other_order: "number 1: rank 0 has parameter 'embedding.weight', rank 1 has parameter 'layers.0.gain'",
+    other_order: "position 1 (from 0): rank 0 has parameter 'embedding.weight', rank 1 has parameter 'layers.0.gain'",
     tied: "parameter 'b.weight': rank 0 has (2, 2) torch.float32 requires_grad=True, rank 1 has (2, 2) torch.fl",
     other_buffer: "buffer 'mask': rank 0 has (2,) torch.float32, rank 1 has (3,) torch.float32",
     other_level: "zero_level: rank 0 has 3, rank 1 has 2",
@@ -300,6 +303,17 @@ def by_loss_scale():
     return error_of(lambda: manage(model, managed(model, loss_scale=2.0**10 if is_last() else None)[0]))
 
 
+def by_limit_of_skipped_steps():
+    model = wrapped()
+    return error_of(lambda: manage(model, managed(model, max_skipped_steps=3 + is_last())[0]))
+
+
+def by_recorded_delta():
+    model = wrapped()
+    optimizer = bmt.optim.AdamOffloadOptimizer(model.parameters(), lr=0.1, record_delta=is_last())
+    return error_of(lambda: train(model, optimizer))
+
+
 STEPS = {
     by_class: "optimizer.step: the ranks differ, * class: ranks 0-1 have SGD, rank 2 has Adam",
     by_rate: "lr of group 0: ranks 0-1 have 0.1, rank 2 has 0.2",
@@ -313,10 +327,15 @@ STEPS = {
     ", rank 2 has parameter 'head.bias'",
     by_scheduler: "OptimManager.step: the ranks differ, * scheduler 0: ranks 0-1 have Cosine, rank 2 has Linear",
     by_loss_scale: "loss_scale: ranks 0-1 have False, rank 2 has 1024.0",
+    by_limit_of_skipped_steps: "OptimManager.step: * max_skipped_steps: ranks 0-1 have 3, rank 2 has 4",
+    by_recorded_delta: "optimizer.step: the ranks differ, * record_delta: ranks 0-1 have False, rank 2 has True",
 }
 
 
-@pytest.mark.parametrize("case", by_default(STEPS, by_groups, by_scheduler), ids=lambda case: case.__name__)
+SHOWN = by_default(STEPS, by_groups, by_scheduler, by_recorded_delta)
+
+
+@pytest.mark.parametrize("case", SHOWN, ids=lambda case: case.__name__)
 def test_another_optimizer_on_one_rank(world, case):
     told = everywhere(world(3), case)
     assert all(part in told for part in STEPS[case].split("*")), told

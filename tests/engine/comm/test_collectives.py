@@ -171,6 +171,7 @@ class Failing(NcclCommunicator):
         self._comm, self.collective_log = mock.Mock(), CollectiveLog("lane")
         self._comm.allReduce.side_effect = OSError("remote process exited")
         self._comm.allReduce.__name__ = "allReduce"
+        self.size = 2
         self._name, self.rank, self._device, self._stream = "lane", 0, torch.device("cpu"), mock.Mock()
 
 
@@ -183,6 +184,7 @@ def test_an_error_of_nccl_names_the_rank_that_is_gone(monkeypatch):
         lane.all_reduce(tensor(torch.float32))
     monkeypatch.setattr(CollectiveLog, "check", lambda collective_log, seconds: None)
     with pytest.raises(
-        RuntimeError, match="rank 0: .*allReduce of 12 elements of torch.float32 .* remote process exited"
+        RuntimeError,
+        match="allReduce of 12 elements of torch.float32 failed on rank 0 .* has 2 ranks: remote process exited",
     ):
         Failing().all_reduce(tensor(torch.float32))

@@ -1,7 +1,8 @@
-"""Gathers and reductions by copies: unequal ranks, what must not be read half written."""
+"""Gathers and reductions by copies: unequal ranks, what must not be read partly written."""
 
 import dataclasses
 import gc
+import os
 import random
 import re
 import time
@@ -92,7 +93,7 @@ def write_after_a_forward():
     model(ids(0, 0)).detach()
     with torch.no_grad():
         model.head.weight.mul_(2)
-    with pytest.raises(RuntimeError, match="half written") as refusal:
+    with pytest.raises(RuntimeError, match="partly written") as refusal:
         model(ids(0, 0))
     assert re.search(r"gather='(\w+)'", str(refusal.value)).group(1) in GATHERS  # what it advises exists
     bmt.synchronize()
@@ -351,3 +352,12 @@ OWN += [dropped_shards_are_given_back]
 @pytest.mark.parametrize("size", [2, *in_full(3)])
 def test_peer(peers, size, case):
     peers(size)(case)
+
+
+def test_shared_memory_that_is_too_small(tmp_path):
+    """A container's /dev/shm has 64 MB: the process was ended by SIGBUS when it wrote its weights."""
+    with mock.patch("os.posix_fallocate", side_effect=OSError(28, "No space left on device")):
+        with mock.patch("tempfile.mkstemp", side_effect=lambda **_: (os.open(tmp_path / "f", 66), str(tmp_path / "f"))):
+            with pytest.raises(RuntimeError, match=r"4096 bytes of shared memory .*No space left .*--shm-size"):
+                HostMemory().allocate(1024, torch.float32)
+    assert not list(tmp_path.iterdir())

@@ -1,6 +1,9 @@
 """AdamOptimizer on slices against torch.optim.AdamW on whole parameters."""
 
+import collections
 import copy
+import io
+import pickle
 from contextlib import nullcontext
 from unittest import mock
 
@@ -474,3 +477,176 @@ def test_bits_of_torch(weight_decay):
         ours.step()
         truth.step()
     assert torch.equal(*weights)
+
+
+@on_ranks(1)
+def test_a_rate_on_the_device_is_replaced_by_zero():
+    """Both are 0 in the row of numbers that is compared with the last one, so the old rate remained."""
+    weight = torch.nn.Parameter(torch.ones(4))
+    optimizer = bmt.optim.AdamOptimizer([weight], lr=torch.tensor(0.1), exp_avg_dtype=torch.bfloat16)
+    for lr, moves in ((torch.tensor(0.1), True), (0.0, False), (0.0, False), (torch.tensor(0.1), True)):
+        optimizer.param_groups[0]["lr"] = lr
+        before = weight.detach().clone()
+        weight.grad = torch.ones(4)
+        optimizer.step()
+        assert torch.equal(weight, before) != moves
+
+
+@on_ranks(1)
+def test_a_state_of_other_shapes_changes_nothing():
+    """The settings and the first tensors were loaded before the error."""
+    model = bmt.auto_wrap(Tower())
+    optimizer = bmt.optim.AdamOptimizer(model.parameters(), lr=0.1)
+    model(ids(0, 0)).backward()
+    optimizer.step()
+    before, other = copy.deepcopy(optimizer.state_dict()), copy.deepcopy(optimizer.state_dict())
+    other["param_groups"][0]["lr"] = 0.5
+    other["state"][0]["exp_avg"].fill_(7)
+    other["state"][1]["exp_avg"] = torch.zeros(2, 5)
+    with pytest.raises(ValueError, match=r"exp_avg.*\(2, 5\)"):
+        optimizer.load_state_dict(other)
+    after = optimizer.state_dict()
+    assert after["param_groups"] == before["param_groups"]
+    torch.testing.assert_close(after["state"], before["state"], rtol=0, atol=0)
+
+
+RESETS = {
+    "clear": lambda optimizer, parameters: optimizer.state.clear(),
+    "assign": lambda optimizer, parameters: setattr(optimizer, "state", collections.defaultdict(dict)),
+    "moments": lambda optimizer, parameters: [
+        optimizer.state[p].update(
+            {name: torch.zeros_like(optimizer.state[p][name]) for name in ("exp_avg", "exp_avg_sq")}
+        )
+        for p in parameters
+    ],
+    "one parameter": lambda optimizer, parameters: optimizer.state.pop(parameters[2]),
+}
+
+
+@on_ranks(2, full=(1,))
+@pytest.mark.parametrize("how", ["clear", "moments", *in_full("assign", "one parameter")])
+def test_state_that_the_caller_resets(how):
+    model, twin = bmt.auto_wrap(Tower()), Tower()
+    optimizer = bmt.optim.AdamOptimizer(model.parameters(), **SETTINGS)
+    plain = torch.optim.AdamW(twin.parameters(), **SETTINGS)
+    steps(model, twin, optimizer, plain, range(3))
+    for each, parameters in ((optimizer, model.parameters()), (plain, twin.parameters())):
+        RESETS[how](each, [*parameters])
+    steps(model, twin, optimizer, plain, range(3, 6))
+    compare(model, twin)
+    expected = plain.state_dict()["state"]
+    stored = optimizer.stored_state()
+    states = optimizer.state_dict()["state"], dict(enumerate(stored[p] for p in model.parameters()))
+    for state in states:
+        assert {key: float(values["step"]) for key, values in state.items()} == {
+            key: float(values["step"]) for key, values in expected.items()
+        }
+        assert all({"exp_avg", "exp_avg_sq"} <= {*values} for values in state.values())
+
+
+@on_ranks(2, full=(1,))
+def test_entries_that_other_code_adds_to_the_state():
+    """They stay, as those of a Lookahead around the optimizer, and do not restart anything; a step count may be set."""
+    model, twin = bmt.auto_wrap(Tower()), Tower()
+    optimizer = bmt.optim.AdamOptimizer(model.parameters(), **SETTINGS)
+    plain = torch.optim.AdamW(twin.parameters(), **SETTINGS)
+    steps(model, twin, optimizer, plain, range(2))
+    for parameter in model.parameters():
+        optimizer.state[parameter].update(slow=parameter.detach().clone(), count=3)
+    before = {p: dict(held) for p, held in optimizer.state.items()}
+    steps(model, twin, optimizer, plain, range(2, 4))
+    assert all(optimizer.state[p][name] is value for p, held in before.items() for name, value in held.items())
+    for each in (optimizer, plain):
+        next(iter(each.state.values()))["step"] = torch.tensor(0.0) if each is plain else 0
+    steps(model, twin, optimizer, plain, range(4, 6))
+    assert all(optimizer.state[p][name] is held[name] for p, held in before.items() for name in ("slow", "count"))
+    compare(model, twin)
+
+
+NEW_STATES = {
+    "bfloat16": lambda model: bmt.optim.AdamOptimizer(model.parameters(), **SETTINGS),
+    "8 bits": lambda model: bmt.optim.AdamOptimizer(model.parameters(), **SETTINGS, state_bits=8),
+    "muon": lambda model: bmt.optim.MuonOptimizer(model, lr=1e-2),
+    "in backward": lambda model: bmt.optim.AdamOffloadOptimizer(model.parameters(), **SETTINGS),
+}
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("kind", ["in backward", *in_full("bfloat16", "8 bits", "muon")])
+def test_a_cleared_state_is_that_of_a_new_optimizer(kind):
+    results = []
+    for clear in (True, False):
+        model = bmt.auto_wrap(Tower().bfloat16() if kind == "bfloat16" else Tower())
+        optimizer = NEW_STATES[kind](model)
+        for step in range(4):
+            if step == 2 and clear:
+                optimizer.state.clear()
+            elif step == 2:
+                optimizer = NEW_STATES[kind](model)
+            with optimizer.update_in_backward() if kind == "in backward" else nullcontext():
+                model(ids(step, bmt.rank())).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        results.append(model.state_dict())
+    torch.testing.assert_close(*results, rtol=0, atol=0)
+
+
+BY_DTYPE = {
+    "adam": lambda p: bmt.optim.AdamOptimizer([p], **SETTINGS),
+    "8 bits": lambda p: bmt.optim.AdamOptimizer([p], **SETTINGS, state_bits=8),
+    "bfloat16": lambda p: bmt.optim.AdamOptimizer([p], **SETTINGS, exp_avg_dtype=torch.bfloat16),
+    "muon": lambda p: bmt.optim.MuonOptimizer([{"params": [p], "muon": True}], lr=1e-3, weight_decay=0.1),
+}
+
+
+@on_ranks(1)
+@pytest.mark.parametrize("kind", BY_DTYPE)
+def test_the_default_dtype_has_no_effect(kind):
+    """Step counts stopped at 256, Muon's weight decay was rounded to none, and kernels were refused."""
+    results = []
+    for dtype in (torch.float32, torch.bfloat16):
+        torch.set_default_dtype(dtype)
+        try:
+            parameter = torch.nn.Parameter(torch.eye(4, dtype=torch.float32) * 2)
+            optimizer, manager = BY_DTYPE[kind](parameter), bmt.optim.OptimManager()
+            manager.add_optimizer(optimizer)
+            for step in range(300):
+                parameter.grad = torch.arange(16, dtype=torch.float32).add(step).sin().view(4, 4)
+                manager.step()
+            parameter.grad = torch.ones_like(parameter)
+            optimizer.step(scale=3.0)
+        finally:
+            torch.set_default_dtype(torch.float32)
+        results.append((parameter.detach(), optimizer.state_dict()["state"]))
+    assert float(results[1][1][0]["step"]) == 301
+    torch.testing.assert_close(*results, rtol=0, atol=0)
+
+
+@on_ranks(1)
+@pytest.mark.parametrize("kind", ["adam", *in_full("muon")])
+def test_a_copy_keeps_the_defaults_of_later_groups(kind):
+    settings = {"lr": 0.1, "weight_decay": 0.3, "betas": (0.5, 0.6)}
+    parameter, more = torch.nn.Parameter(torch.ones(2, 2)), {"params": [torch.nn.Parameter(torch.ones(2, 2))]}
+    if kind == "muon":
+        settings |= {"momentum": 0.5, "ns_steps": 3}
+        optimizer = bmt.optim.MuonOptimizer([{"params": [parameter], "muon": True}], **settings)
+        groups = [{**more, "muon": True}, {"params": [torch.nn.Parameter(torch.ones(2, 2))], "muon": False}]
+    else:
+        optimizer, groups = bmt.optim.AdamOptimizer([parameter], **settings), [more]
+    twin = copy.deepcopy(optimizer)
+    for each in (optimizer, twin):
+        for group in groups:
+            each.add_param_group({**group})
+    for group, other in zip(optimizer.param_groups[1:], twin.param_groups[1:]):
+        assert all(other[name] == value for name, value in group.items() if name != "params")
+        assert all(other[name] == value for name, value in settings.items() if name in other)
+
+
+@on_ranks(1)
+def test_pickling_is_refused():
+    """What was unpickled lacked attributes, and raised an AttributeError in its first step."""
+    optimizer = bmt.optim.AdamOptimizer([torch.nn.Parameter(torch.ones(2))])
+    for copied in (pickle.dumps, copy.copy, lambda each: torch.save(each, io.BytesIO())):
+        with pytest.raises(TypeError, match="state_dict"):
+            copied(optimizer)
+    assert pickle.loads(pickle.dumps(optimizer.state_dict()))["param_groups"][0]["lr"] == 1e-3

@@ -122,7 +122,7 @@ def an_update_after_a_forward_is_refused():
     trainee.model(ids(1, 0)).backward()
     with torch.no_grad():
         trainee.model(ids(1, 0))
-    with pytest.raises(RuntimeError, match="half written"):
+    with pytest.raises(RuntimeError, match="partly written"):
         trainee.optimizer.step()
     bmt.synchronize()
 

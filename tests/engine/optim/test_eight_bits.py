@@ -203,7 +203,7 @@ def test_refusals():
     for cls, options, message in (
         (bmt.optim.AdamOptimizer, {"state_bits": 4}, "state_bits must be 32 or 8, got 4"),
         (bmt.optim.AdamOptimizer, {"state_bits": 8, "exp_avg_dtype": torch.bfloat16}, "Leave out exp_avg_dtype"),
-        (bmt.optim.AdamOffloadOptimizer, {"state_bits": 8}, "AdamOffloadOptimizer keeps its state in float32"),
+        (bmt.optim.AdamOffloadOptimizer, {"state_bits": 8}, "AdamOffloadOptimizer supports only state_bits=32"),
     ):
         with pytest.raises(ValueError, match=message):
             cls(weights, **options)

@@ -202,7 +202,7 @@ def begun():
 
 def clipping_comes_too_late():
     trainee = begun()
-    with pytest.raises(RuntimeError, match="these gradients were used during the backward"):
+    with pytest.raises(RuntimeError, match="the optimizer used these gradients during the backward"):
         trainee.manager.clip_grad_norm(trainee.optimizer.param_groups, 1.0)
     torch.nn.utils.clip_grad_norm_(trainee.model.parameters(), 1e-3)
     with pytest.raises(RuntimeError, match="gradients were changed .* too late"):

@@ -2,11 +2,12 @@
 
 from unittest import mock
 
+import numpy
 import pytest
 import torch
 
 import hf_bmtrain as bmt
-from cases import by_default
+from cases import by_default, in_full, rows_in_full
 from hf_bmtrain.engine.base.torch_internals import StorageWeakRef
 from hf_bmtrain.engine.optim import manager as manager_file
 from ranks import on_ranks
@@ -269,6 +270,185 @@ def test_gradients_are_freed_whoever_drops_them():
             assert all(p.grad.isfinite().all() for p in model.parameters())
 
 
+@on_ranks(2, full=(1,))
+@pytest.mark.parametrize("by", ["manager", "optimizer", *in_full("zeros", "hand")])
+def test_batches_that_are_given_up_after_clipping(by):
+    """Neither the inf or nan nor the clip factor of gradients that were dropped belongs to those of the next batch.
+
+    Zeroed in place, gradients keep the factor: see `clip_grad_norm`.
+    """
+    model, optimizer, manager, _ = make(None, torch.optim.SGD)
+    twin = Tower()
+    plain = torch.optim.SGD(twin.parameters(), lr=1e-2)
+
+    def drop():
+        if by == "hand":
+            for parameter in model.parameters():
+                parameter.grad = None
+        else:
+            (manager if by == "manager" else optimizer).zero_grad(set_to_none=by != "zeros")
+
+    for step, max_norm in enumerate((1e-3, None, 1e9)):
+        drop()
+        (model(ids(step, bmt.rank())) * (float("nan") if max_norm is None else 1.0)).backward()
+        norm = manager.clip_grad_norm(optimizer.param_groups, max_norm or 1.0)
+        assert norm.isfinite() == (max_norm is not None)
+        if max_norm is None:
+            continue
+        manager.step()
+        plain.zero_grad()
+        torch.stack([twin(ids(step, other)) for other in range(bmt.world_size())]).mean().backward()
+        torch.nn.utils.clip_grad_norm_(twin.parameters(), max_norm)
+        plain.step()
+        plain.param_groups[0]["lr"] = optimizer.param_groups[0]["lr"]
+    norms = []
+    for _ in range(2):  # clipped but given up, then a gradient that only `step` searches
+        drop()
+        model(ids(0, bmt.rank())).backward()
+        norms.append(manager.clip_grad_norm(optimizer.param_groups, 1e-3))
+    if by != "zeros":
+        torch.testing.assert_close(norms[1], norms[0])
+    drop()
+    (model(ids(0, bmt.rank())) * float("nan")).backward()
+    manager.step()
+    state = model.state_dict()
+    for key, value in twin.state_dict().items():
+        torch.testing.assert_close(state[key], value, rtol=1e-5, atol=1e-6)
+
+
+@on_ranks(1)
+@pytest.mark.parametrize("options", [{"exp_avg_dtype": torch.bfloat16}, *in_full({"state_bits": 8}, {})], ids=str)
+@pytest.mark.parametrize("nothing", [0, *in_full(numpy.float32(0), torch.tensor(0.0))], ids=str)
+def test_clipping_to_nothing(nothing, options):
+    """Gradients become 0, as by torch: without a weight decay, the first step changes nothing."""
+    model = bmt.auto_wrap(Tower())
+    optimizer = bmt.optim.AdamOptimizer(model.parameters(), lr=0.1, **options)
+    manager, before = bmt.optim.OptimManager(), model.state_dict()
+    manager.add_optimizer(optimizer)
+    manager.backward(model(ids(0, 0)))
+    assert manager.clip_grad_norm(optimizer.param_groups, nothing) > 0
+    manager.step()
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+@on_ranks(1)
+def test_nan_of_one_optimizer_that_is_dropped():
+    """The gradients of the other one, which were searched and are finite, are used."""
+    weights = [torch.nn.Parameter(torch.ones(2)) for _ in range(2)]
+    optimizers = [torch.optim.SGD([weight], lr=1.0) for weight in weights]
+    manager = bmt.optim.OptimManager()
+    for weight, optimizer, value in zip(weights, optimizers, (float("nan"), 0.5)):
+        manager.add_optimizer(optimizer)
+        weight.grad = torch.full_like(weight, value)
+        manager.clip_grad_norm(optimizer.param_groups, 1e9)
+    optimizers[0].zero_grad()
+    manager.step()
+    assert [weight.tolist() for weight in weights] == [[1.0, 1.0], [0.5, 0.5]]
+
+
+@on_ranks(1)
+def test_nan_that_is_added_after_clipping():
+    model, optimizer, manager, _ = make()
+    before = model.state_dict()
+    model(ids(0, 0)).backward()
+    manager.clip_grad_norm(optimizer.param_groups, 1.0)
+    (model(ids(1, 0)) * float("nan")).backward()
+    manager.step()
+    assert all(torch.equal(before[key], value) for key, value in model.state_dict().items())
+
+
+@on_ranks(2, full=(1,))
+@pytest.mark.parametrize("cls", [torch.optim.SGD, *in_full(bmt.optim.AdamOptimizer)])
+def test_gradients_that_come_after_clipping_are_not_clipped(cls):
+    """Of the same optimizer and of another one, also if that one had no gradient to clip."""
+    parts = [bmt.auto_wrap(torch.nn.Linear(2, 1, bias=False)).weight for _ in range(3)]
+    parts += [torch.nn.Parameter(torch.zeros(2)) for _ in range(3)]
+    before = [part.detach().clone() for part in parts]
+    first, second, late = parts[::3], parts[1::3], parts[2::3]
+    optimizers = [cls([*first, *late], lr=1.0), cls(second, lr=1.0)]
+    manager = bmt.optim.OptimManager()
+    for optimizer in optimizers:
+        manager.add_optimizer(optimizer)
+    for part in first:
+        part.grad = torch.full_like(part, 8.0)
+    manager.clip_grad_norm(optimizers[0].param_groups, 1.0)
+    for part in (*second, *late):
+        part.grad = torch.ones_like(part)
+    manager.step()
+    for number, (part, old) in enumerate(zip(parts, before)):
+        moved = (part - old).as_subclass(torch.Tensor)
+        factor = 0.5 if number % 3 == 0 else 1.0  # four gradients of 8: the norm is 16
+        expected = torch.full_like(moved, -factor if cls is torch.optim.SGD else -1.0)
+        torch.testing.assert_close(moved, expected, rtol=1e-5, atol=1e-5)
+        if cls is not torch.optim.SGD:
+            mean = optimizers[number % 3 == 1].state[part]["exp_avg"]
+            torch.testing.assert_close(mean, torch.full_like(mean, 0.1 * factor), rtol=1e-5, atol=1e-6)
+
+
+@on_ranks(1)
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        (torch.optim.SGD, torch.optim.SGD),
+        *rows_in_full([(bmt.optim.AdamOptimizer, torch.optim.SGD), (torch.optim.SGD, bmt.optim.AdamOptimizer)]),
+    ],
+)
+@pytest.mark.parametrize("loss_scale", [1024.0, *in_full(None)])
+def test_a_step_that_raised_can_be_repeated(first, second, loss_scale):
+    """Gradients are divided once, and an optimizer that has used them does not use them a second time."""
+    results = []
+    for failures in (0, 2):
+        parts = [torch.nn.Parameter(torch.zeros(2)) for _ in range(2)]
+        optimizers = [cls([part], lr=1.0) for cls, part in zip((first, second), parts)]
+        left = optimizers[:failures]  # each raises once: first the first one, then the second after the first one
+
+        def fail(optimizer, *_, left=left):
+            if optimizer in left:
+                left.remove(optimizer)
+                raise torch.OutOfMemoryError("no memory")
+
+        for optimizer in optimizers:
+            optimizer.register_step_pre_hook(fail)
+        manager = bmt.optim.OptimManager(loss_scale=loss_scale)
+        for optimizer in optimizers:
+            manager.add_optimizer(optimizer)
+        for clip in (True, False):
+            manager.zero_grad()
+            manager.backward((parts[0] * torch.tensor([3.0, 4.0])).sum() + (parts[1] * 12.0).sum())
+            if clip:
+                manager.clip_grad_norm(optimizers[0].param_groups, 1.0)
+            for _ in range(failures):
+                if clip:
+                    with pytest.raises(torch.OutOfMemoryError):
+                        manager.step()
+            manager.step()
+        results.append(parts)
+    torch.testing.assert_close(*results)
+
+
+@on_ranks(2, full=(1,))
+@pytest.mark.parametrize("zeroed", ["everywhere", *in_full("on rank 0", "nowhere")])
+def test_a_group_that_is_added_after_a_skipped_step(zeroed):
+    """While the host does not know yet whether the step was skipped. Ranks may learn it at different times."""
+    model = bmt.auto_wrap(Tower())
+    optimizers = [torch.optim.SGD(part.parameters(), lr=1e-2) for part in (model.layers, model.head)]
+    manager = bmt.optim.OptimManager()
+    for optimizer in optimizers:
+        manager.add_optimizer(optimizer)
+    with mock.patch.object(manager_file, "HostFlag", LateFlag):
+        (model(ids(0, bmt.rank())) * float("inf")).backward()
+        manager.step()
+        if zeroed == "everywhere" or (zeroed == "on rank 0" and bmt.rank() == 0):
+            manager.zero_grad()
+        optimizers[0].add_param_group({"params": list(model.embedding.parameters())})
+        manager.zero_grad()
+        before = model.state_dict()
+        manager.backward(model(ids(1, bmt.rank())))
+        manager.step()
+        changed = [key for key, value in model.state_dict().items() if not torch.equal(before[key], value)]
+        assert changed == [*before]
+
+
 @on_ranks(1)
 def test_misuse():
     _, optimizer, manager, _ = make()
@@ -280,3 +460,50 @@ def test_misuse():
         bmt.optim.OptimManager().step()
     with pytest.raises(ValueError, match="loss_scale"):
         bmt.optim.OptimManager(loss_scale=0)
+
+
+@on_ranks(2, full=(3,))
+@pytest.mark.parametrize("by", ["manager", "torch"])
+@pytest.mark.parametrize("sign", [1.0, *in_full(-1.0)])
+def test_nan_of_one_rank_in_the_largest_magnitude(by, sign):
+    """The backends' maximum ignores a NaN of some ranks, so the step was taken with it."""
+    model, optimizer, manager, _ = make()
+    manager.backward(model(ids(0, bmt.rank())))
+    before = model.state_dict()
+    if bmt.rank() == bmt.world_size() - 1:
+        part = max((p.grad.part for p in model.parameters()), key=torch.Tensor.numel)
+        part[0] = torch.copysign(torch.tensor(float("nan")), torch.tensor(sign))
+    if by == "torch":
+        assert torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0, float("inf")).isnan()
+        return
+    assert torch.tensor(manager.clip_grad_norm(optimizer.param_groups, 1.0, norm_type=float("inf"))).isnan()
+    manager.step()
+    assert all(torch.equal(before[key], value) for key, value in model.state_dict().items())
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("norm_type", [1.0, *in_full(2.0, float("inf"))])
+def test_norms_of_float64(norm_type):
+    twin = Tower().double()
+    model = bmt.auto_wrap(Tower().double())
+    optimizer, manager = torch.optim.SGD(model.parameters(), lr=0.1), bmt.optim.OptimManager()
+    manager.add_optimizer(optimizer)
+    manager.backward(model(ids(0, 0)))
+    twin(ids(0, 0)).backward()
+    norm = manager.clip_grad_norm(optimizer.param_groups, 1.0, norm_type=norm_type)
+    expected = torch.nn.utils.clip_grad_norm_(twin.parameters(), 1.0, norm_type)
+    torch.testing.assert_close(torch.as_tensor(norm, dtype=torch.float64), expected, rtol=1e-6, atol=0)  # float32
+
+
+@on_ranks(1)
+def test_names_of_bmtrain():
+    """Attributes that BMTrain's scripts read, its factors below 1, and the arguments of its blocks."""
+    manager = bmt.optim.OptimManager(loss_scale=8.0, loss_scale_factor=0.25, loss_scale_steps=3)
+    assert (manager.loss_scale_factor, manager.loss_scale_steps, manager.steps_since_last_scale) == (4, 3, 0)
+    layer = torch.nn.Linear(2, 2)
+    block = bmt.CheckpointBlock(inner_module=layer, use_checkpoint=False, zero_level=2, initialized=True, mode="PIPE")
+    assert block is layer and bmt.CheckpointBlock(torch.nn.Linear(2, 2), False, 2, True, "BLOCK")(
+        torch.ones(2)
+    ).shape == (2,)
+    with pytest.raises(AttributeError, match="leave out join_uneven_inputs"):
+        _ = bmt.auto_wrap(Tower()).join_hook

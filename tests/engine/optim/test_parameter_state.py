@@ -243,7 +243,20 @@ def through_accelerate():
             goes_on(trained, other)
 
 
-FILES = [(through_the_manager, False), (through_the_manager, True), (through_accelerate,)]
+def saved_anew():
+    """Accelerate may save before the first step after a state was loaded: the file has all of it again."""
+    Accelerator(cpu=True)
+    for trained, other in pairs():
+        state = trained.optimizer.state_dict()
+        other.optimizer.load_state_dict(state)
+        again = other.optimizer.state_dict()["state"]
+        for key, values in state["state"].items():
+            for name, value in values.items():
+                assert again[key][name].shape == value.shape, f"{name} of parameter {key}"
+                assert torch.equal(again[key][name], value), f"{name} of parameter {key}"
+
+
+FILES = [(through_the_manager, False), (through_the_manager, True), (through_accelerate,), (saved_anew,)]
 
 
 @pytest.mark.parametrize(

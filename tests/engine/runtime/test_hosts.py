@@ -149,6 +149,33 @@ def unlike_values():
     torch.testing.assert_close(gradients[1], torch.full((5,), 6 / bmt.world_size()))
 
 
+DRAWS = {
+    "normal_": lambda p: p.normal_(),
+    "randn_like": lambda p: p.add_(torch.randn_like(p)),
+    "bernoulli_": lambda p: p.bernoulli_(0.5),
+    "kaiming_uniform_": torch.nn.init.kaiming_uniform_,
+    "row": lambda p: p.data[1].normal_(),
+    "row by init": lambda p: torch.nn.init.normal_(p.data[2]),
+    "rows": lambda p: p.data[:2].bernoulli_(0.5),
+}
+
+
+def drawn():
+    """What ranks draw is the same on all hosts, although their random generators are not."""
+    torch.manual_seed(bmt.rank())
+    layer = torch.nn.Linear(40, 40)
+    model = bmt.auto_wrap(torch.nn.Sequential(layer, torch.nn.Linear(40, 3)), blocks=[layer])
+    for each in model:
+        each.reset_parameters()
+        assert same_bits(model)
+        for name, draw in DRAWS.items():
+            before = each.weight.gather()
+            with torch.no_grad():
+                draw(each.weight)
+            assert same_bits(model), name
+            assert not torch.equal(each.weight.gather(), before), name
+
+
 def skipped():
     """The line about a skipped step counts an element once, however many hosts store it."""
     layer = torch.nn.Linear(8, 8, bias=False)
@@ -268,6 +295,11 @@ def test_equal_to_one_process(hosts, name):
 def test_bytes_that_enter_a_host(hosts, name, expected):
     """H hosts: 2(H-1)/H with shards over each; else three times (H-1)/H, the last block is still there for backward."""
     assert hosts(name)(entered) == pytest.approx([expected] * len(WORLDS[name][0]))
+
+
+@pytest.mark.parametrize("name", ["2x2 host", *in_full("3x1 host", "in turn, host", "2x2 host+world")])
+def test_draws(hosts, name):
+    hosts(name)(drawn)
 
 
 @full

@@ -47,6 +47,20 @@ def test_misuse_is_one_clear_error(code, variables, message):
     assert message in result.stderr.strip().splitlines()[-1]
 
 
+NUMPY = """
+import numpy, hf_bmtrain as bmt
+numbers = {name: numpy.int64(value) for name, value in dict(loss_scale_steps=8, pipe_size=1, tp_size=1).items()}
+bmt.init_distributed(seed=numpy.int64(3), timeout=numpy.int64(900), loss_scale_factor=numpy.float32(2), **numbers)
+world = bmt.current_world()
+print(type(world.loss_scale_factor).__name__, type(world.loss_scale_steps).__name__)
+"""
+
+
+def test_numbers_of_numpy():
+    """They passed the checks of the arguments, and were then refused by `random` and `datetime`."""
+    assert run(NUMPY).stdout.split() == ["float", "int"]
+
+
 @pytest.mark.parametrize("given", [None, "1"])
 def test_torch_does_not_ask_the_store_for_timeouts_unless_told_to(monkeypatch, given):
     """Its threads would log errors that name no rank when rank 0, which serves the store, is killed."""
@@ -148,6 +162,32 @@ def test_no_thread_of_a_lane_outlives_the_exit(end, code, left):
         assert process.returncode == code and int(before) > left >= int(after)  # a young thread has no name yet
 
 
+RETRIES = """
+import atexit, pathlib, threading
+
+def count():  # registered first, so it runs last
+    names = [task.joinpath("comm").read_text() for task in pathlib.Path("/proc/self/task").iterdir()]
+    print(sum("gloo" in name for name in names), flush=True)
+
+atexit.register(count)
+import hf_bmtrain as bmt
+try:
+    bmt.init_distributed(gather="two-level")
+except RuntimeError as error:
+    assert "there is one host" in str(error)
+bmt.init_distributed()
+bmt.synchronize()
+print(sum(thread.name == "hf_bmtrain watch" for thread in threading.enumerate()))
+"""
+
+
+@pytest.mark.skipif(not os.path.isdir("/proc/self/task"), reason="threads are counted in /proc")
+def test_a_refused_start_leaves_nothing_to_the_next():
+    """Its watch reported everything twice, and could end the process; nobody destroyed its process group."""
+    for process in launch(RETRIES, 2):
+        assert process.communicate(timeout=120)[0].split() == ["1", "0"] and process.returncode == 0
+
+
 STAYS = """
 import os, time, torch
 import hf_bmtrain as bmt
@@ -213,7 +253,7 @@ def test_a_rank_that_does_not_come_to_the_start_is_named(absent):
         rf"rank {first} has been waiting for \d+ s in init_distributed, at <string>:2 .*. Missing: rank {absent}\."
     )
     assert re.search(warning, told[0])
-    assert all(f"not all of the 3 ranks reached init_distributed. Missing: rank {absent}," in text for text in told)
+    assert all(f"not all of the 3 ranks reached init_distributed. Missing: rank {absent}." in text for text in told)
     assert [process.returncode for process in processes] == [1, 1]
 
 

@@ -141,6 +141,26 @@ def accumulated_and_interleaved(make, tied):
     check_gradients(model, twin)
 
 
+def both_in_the_parent(model, x):
+    """The gradients of both views are views of the same tensor."""
+    weight, bias = (each.view(1, -1) for each in (model.norm.weight, model.norm.bias))
+    return model.head(x) + (weight + bias).square().sum()
+
+
+def penalty_inside(tied):
+    return Language(tied, both_in_the_parent)
+
+
+def penalty_outside(model, step, rank):
+    """Autograd passes one tensor to both readers of the sum, and an expanded one to that of the last term."""
+    weight, bias = model.norm.weight, model.norm.bias
+    return loss(model, step, rank) + (weight + bias).square().sum() + bias.sum()
+
+
+def readers_share_a_gradient():
+    check_twins(lambda: penalty_inside(tied=False), penalty_outside, steps=2)
+
+
 def backward_twice():
     model, twin = bmt.auto_wrap(Language(True)), Language(True)
     size, rank = bmt.world_size(), bmt.rank()
@@ -318,7 +338,7 @@ def weights_changed_before_backward_from_inside():
 MAKERS = [Language, with_detached_head, frozen_head, read_in_the_parent]
 CASES = [(equal_to_plain_torch, make, tied) for make in MAKERS for tied in (False, True)]
 CASES += [(accumulated_and_interleaved, make, tied) for make in MAKERS[::3] for tied in (False, True)]
-CASES += [(backward_twice,), (saved_activation_modified,), (returned_views_of_parameters,)]
+CASES += [(readers_share_a_gradient,), (backward_twice,), (saved_activation_modified,), (returned_views_of_parameters,)]
 CASES += [(gradient_inside_forward,), (failed_backward_inside_forward,)]
 CASES += [(backward_from_inside, name) for name in (None, "layers.2", "norm")]
 CASES += [(weights_changed_before_backward_from_inside,)]
@@ -329,6 +349,7 @@ each_case = pytest.mark.parametrize(
     by_default(
         CASES,
         (equal_to_plain_torch, Language, True),
+        (readers_share_a_gradient,),
         (read_in_the_parent_stays_whole,),
         (gradient_inside_forward,),
         (backward_from_inside, None),

@@ -52,7 +52,7 @@ def wrong_states():
     state = Tower().state_dict()
     with pytest.raises(RuntimeError, match=r"embedding.weight.*\(11, 6\).*\(5, 6\)"):
         model.load_state_dict({**state, "embedding.weight": torch.zeros(5, 6)})
-    with pytest.raises(RuntimeError, match=r"layers.1.linear.weight.*another model"):
+    with pytest.raises(RuntimeError, match=r"layers.1.linear.weight.*belongs to this model"):
         model.load_state_dict({**state, "layers.1.linear.weight": torch.zeros(3)})
     with pytest.raises(RuntimeError, match="Missing key"):
         model.load_state_dict({name: value for name, value in state.items() if "head" not in name})

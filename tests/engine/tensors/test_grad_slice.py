@@ -1,4 +1,4 @@
-"""Norms of gradient slices: measured once a shard, measured anew once it is written."""
+"""Gradient slices. Norms: measured once a shard, anew once it is written. Those that are replaced keep their values."""
 
 import dataclasses
 from unittest import mock
@@ -132,6 +132,54 @@ def test_norms_of_gradients_that_were_set(mine):
     scaler.step(optimizer)
     scaler.update()
     assert scaler.get_scale() == 2.0  # on every rank, also on one that stores no nan
+
+
+def set_to_zeros(parameters):
+    for parameter in parameters:
+        parameter.grad = torch.zeros_like(parameter)
+
+
+def some_set_to_none(parameters):
+    for parameter in parameters[::2]:
+        parameter.grad = None
+
+
+def scaled(parameters):
+    for parameter in parameters[1:]:
+        parameter.grad = parameter.grad * 2
+
+
+class Twice(torch.nn.Module):
+    """Two weights of one shape in one flat buffer."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second = (torch.nn.Linear(WIDTH, WIDTH) for _ in range(2))
+
+    def forward(self, x):
+        return self.second(self.first(x).tanh()).square().mean()
+
+
+@pytest.mark.parametrize("replace", [set_to_zeros, some_set_to_none, *in_full(scaled)])
+@on_ranks(2, full=(1, 3))
+def test_replaced_gradients_keep_their_values(replace):
+    """Also tensors that share their memory, and their norms. Those that are still `.grad` accumulate, as in torch."""
+    model, twin = bmt.auto_wrap(Twice()), Twice()
+    x = [torch.randn(2, WIDTH, generator=torch.Generator().manual_seed(rank)) for rank in range(bmt.world_size())]
+    kept, expected = [], []
+    for step in range(4):
+        model(x[bmt.rank()] * (step + 1)).backward()
+        torch.stack([twin(each * (step + 1)) for each in x]).mean().backward()
+        for either, gradients in ((model, kept), (twin, expected)):
+            for gradient in [parameter.grad for parameter in either.parameters()]:
+                gradients += [gradient, gradient.detach(), gradient.data.view(-1)]
+            if step < 3:
+                replace([*either.parameters()])
+        for mine, plain in zip(kept, expected, strict=True):
+            torch.testing.assert_close(mine.read_full(), plain, rtol=1e-5, atol=1e-6)
+            torch.testing.assert_close(mine.norm(), plain.norm(), rtol=1e-5, atol=1e-6)
+        check_gradients(model, twin)
 
 
 def test_a_non_finite_element_makes_its_own_segment_non_finite():

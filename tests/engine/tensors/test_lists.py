@@ -194,3 +194,16 @@ CHECKS = [
 )
 def test_lists(world, size, check):
     world(size)(check)
+
+
+@on_ranks(2)
+def test_results_go_where_they_are_asked_for():
+    pieces, _, plain, _ = make()
+    for piece, own in zip(pieces, plain):
+        for function in (torch.linalg.vector_norm, torch.norm, torch.mean):
+            out, result = torch.zeros(()), function(own.detach())
+            with torch.no_grad():
+                function(piece, out=out)
+            torch.testing.assert_close(out, result)
+    (norm,) = torch._foreach_norm([pieces[0].detach()], 2, dtype=torch.float64)
+    assert norm.dtype == torch.float64

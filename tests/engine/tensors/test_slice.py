@@ -127,6 +127,24 @@ def test_collectives_are_of_wholes(function):
         dist.broadcast(weight.data, 0, async_op=True)
 
 
+@on_ranks(2)
+def test_one_matrix_is_drawn():
+    """By torch.nn.init, of which each rank has some rows, although the ranks' random generators are unlike."""
+    torch.manual_seed(bmt.rank())
+    weight = bmt.DistributedParameter(torch.zeros(8, 8))
+    nn.init.orthogonal_(weight)
+    rows = weight.gather().detach()
+    torch.testing.assert_close(rows @ rows.T, torch.eye(8))
+    nn.init.orthogonal_(weight.data[:4])
+    rows = weight.gather().detach()[:4]
+    torch.testing.assert_close(rows @ rows.T, torch.eye(4))
+    nn.init.sparse_(weight, 0.5)
+    assert weight.gather().eq(0).sum(0).tolist() == [4] * 8
+    column = weight.data[:, 3]  # half of it is on each rank
+    column.normal_()
+    assert torch.equal(column, weight.gather().detach()[:, 3])
+
+
 class Update:
     """An asynchronous update of a shard, which is over when it is waited for."""
 
@@ -156,3 +174,56 @@ def test_reads_wait_for_an_update(name):
         found = READS[name](parameter, other)
     found = found.read_full() if hasattr(found, "read_full") else found
     torch.testing.assert_close(found.as_subclass(torch.Tensor), expected)
+
+
+def normalized(p):
+    p.div_(p.norm(dim=1, keepdim=True))
+
+
+def centralized(p):
+    p.sub_(p.mean(dim=1, keepdim=True))
+
+
+def adaptively_clipped(p):
+    p.mul_(torch.clamp(0.1 / p.norm(dim=1, keepdim=True), max=1))
+
+
+def by_lists(p):
+    torch._foreach_mul_([p], [torch.full((1, 1), 0.5)])
+    torch._foreach_add_([p.data], torch._foreach_mul([p], [p.mean(1, keepdim=True)]))
+
+
+def contiguous(p):
+    assert torch.equal(p.contiguous() @ torch.ones(5, 2), p @ torch.ones(5, 2))
+    p.contiguous().mul_(2)
+    p.positive().add_(p.real)
+
+
+def mapped(p):
+    p.data.apply_(lambda value: 2 * value)
+    p.data.map_(torch.arange(5.0).view(1, 5), lambda value, other: value + other)
+
+
+@pytest.mark.parametrize("update", [normalized, centralized, adaptively_clipped, by_lists, contiguous, mapped])
+@pytest.mark.parametrize("size", [2, *in_full(1)])
+def test_one_row(world, size, update):
+    """Of a layer with one output, the norm of each row has one element and two dimensions."""
+    world(size)(updates, update)
+
+
+def updates(update):
+    values = torch.arange(5.0).view(1, 5) + 1
+    mine, plain = bmt.auto_wrap(nn.ParameterList([nn.Parameter(values.clone())]))[0], nn.Parameter(values.clone())
+    with torch.no_grad():
+        for each in (mine, plain):
+            update(each)
+    torch.testing.assert_close(mine.gather().detach(), plain.detach())
+
+
+@on_ranks(2, full=(1,))
+def test_no_gradient_of_new_tensors():
+    weight = bmt.DistributedParameter(torch.ones(5, 3))
+    for function in (torch.zeros_like, torch.rand_like):
+        assert not function(weight, requires_grad=False).requires_grad
+        with pytest.raises(RuntimeError, match=r"DistributedParameter\(torch\.zeros\(\(5, 3\)\)\)"):
+            function(weight, requires_grad=True)

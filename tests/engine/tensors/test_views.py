@@ -70,7 +70,9 @@ def after_a_change(weight):
     row.mul_(2)
 
 
-@pytest.mark.parametrize(("write", "why"), [(while_autograd_records, "autograd"), (after_a_change, "has changed")])
+@pytest.mark.parametrize(
+    ("write", "why"), [(while_autograd_records, "gradients were enabled"), (after_a_change, "has changed")]
+)
 @on_ranks(2)
 def test_what_is_refused(write, why):
     weight = bmt.DistributedParameter(torch.ones(10, 6))

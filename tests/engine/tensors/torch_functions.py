@@ -26,6 +26,7 @@ from ranks import Ranks
 
 ROWS, COLUMNS = 20, 8
 OTHER = torch.linspace(0.5, 2.0, ROWS * COLUMNS).view(ROWS, COLUMNS)
+ONE = torch.full((1, 1), 2.0)
 ROW = torch.linspace(-1.0, 1.0, COLUMNS)
 INPUT = torch.linspace(-1.0, 1.0, 3 * COLUMNS).view(3, COLUMNS)
 INDEX = torch.tensor([3, 0, 11])
@@ -92,7 +93,20 @@ def functions() -> dict[str, Callable[[Any], Any]]:
             table[name] = lambda x: torch.empty_like(x).fill_(2.0)
         else:
             table[name] = lambda x, name=name: getattr(torch, name)(x)
+    for name in "add sub mul div copy".split():
+        table[f"x.{name}_([[2]])"] = lambda x, name=name: _in_place(x, lambda y: getattr(y, name + "_")(ONE))
     table |= {
+        "x * [[2]]": lambda x: x * ONE,
+        "[[2]] - x": lambda x: ONE - x,
+        "foreach_mul_([[2]])": lambda x: _in_place(x, lambda y: torch._foreach_mul_([y], [ONE])),
+        "foreach_add([[2]])": lambda x: torch._foreach_add([x], [ONE])[0],
+        "apply_": lambda x: _in_place(x, lambda y: y.detach().apply_(lambda value: 2 * value)),
+        "map_": lambda x: _in_place(x, lambda y: y.detach().map_(_like(y), lambda a, b: a + 2 * b)),
+        "set_": lambda x: _in_place(x, lambda y: y.set_(_like(y))),
+        "conj": lambda x: x.conj(),
+        "real": lambda x: x.real,
+        "contiguous().mul_": lambda x: _in_place(x, lambda y: y.contiguous().mul_(2)),
+        "contiguous() @": lambda x: x.contiguous().t() @ x.positive(),
         "shape": lambda x: x.shape,
         "size()": lambda x: x.size(),
         "size(0)": lambda x: x.size(0),
@@ -195,6 +209,20 @@ def functions() -> dict[str, Callable[[Any], Any]]:
         "rot90": lambda x: torch.rot90(x),
         "movedim": lambda x: x.movedim(0, -1) * 1,
         "view_as": lambda x: x.view_as(_like(x)),
+        "view(dtype=)": lambda x: x.view(dtype=torch.int32),
+        "view(dtype)": lambda x: x.view(torch.int32),
+        "view(size=)": lambda x: x.view(size=(1, -1)),
+        "x == None": lambda x: (x == None, x != None),  # noqa: E711
+        "where(mask)": lambda x: torch.where(x > 0.5),
+        "where(condition=)": lambda x: torch.where(condition=x > 0.5, input=x, other=0.0),
+        "sum(axis=)": lambda x: x.sum(axis=0),
+        "mean(axis=, keepdims=)": lambda x: x.mean(axis=-1, keepdims=True),
+        "norm(axis=)": lambda x: x.norm(p=2, dim=0, keepdim=True),
+        "sum(input=)": lambda x: torch.sum(input=x),
+        "mean(input=)": lambda x: torch.mean(input=x, dim=0),
+        "add(input=)": lambda x: torch.add(input=x, other=x, alpha=2),
+        "zeros_like(input=)": lambda x: torch.zeros_like(input=x),
+        "dot(input=)": lambda x: torch.dot(input=x, tensor=x),
         "unfold": lambda x: x.unfold(0, 2, 1) * 1,
         "diagonal": lambda x: x.diagonal() * 1,
         "swapaxes": lambda x: x.swapaxes(0, -1) * 1,

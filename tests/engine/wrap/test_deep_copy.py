@@ -41,7 +41,47 @@ class Patched(Tower):
         self.head.weight.data.mul_(2)
 
 
-@pytest.mark.parametrize("make", [Tower, *in_full(Patched)])
+class Parametrized(Tower):
+    """torch's parametrization gives the head, and a layer inside a block, classes that define `__deepcopy__`."""
+
+    def __init__(self):
+        super().__init__()
+        for linear in (self.head, self.layers[0].linear):
+            torch.nn.utils.parametrizations.weight_norm(linear)
+
+
+class Shared(torch.nn.Linear):
+    """Copies share the attribute `names`."""
+
+    names = ()
+
+    def __deepcopy__(self, memo):
+        copied = memo[id(self)] = type(self).__new__(type(self))
+        shared = {id(self.names): self.names}
+        copied.__dict__.update(copy.deepcopy(self.__dict__, {**memo, **shared}))
+        return copied
+
+
+class CopiesItself(Tower):
+    """The head's class defines `__deepcopy__`."""
+
+    def __init__(self):
+        super().__init__()
+        self.head = Shared(self.head.in_features, 2)
+        self.head.names = ["a", "b"]
+
+
+@on_ranks(2)
+def test_classes_that_define_deepcopy():
+    """Copying a model in which such a module is sharded raised KeyError."""
+    model = bmt.auto_wrap(CopiesItself())
+    copied = copy.deepcopy(model)
+    assert type(copied.head) is Shared and copied.head.names is model.head.names
+    assert type(copy.deepcopy(model.head).weight) is torch.nn.Parameter
+    check_equal(copied.state_dict(), CopiesItself().state_dict())
+
+
+@pytest.mark.parametrize("make", [Tower, Parametrized, *in_full(Patched, CopiesItself)])
 @on_ranks(2, full=(1,))
 def test_a_copy_is_wrapped(make):
     """Copied after a step and wrapped, it trains as the twin does, and the model that was copied does."""

@@ -195,5 +195,5 @@ def test_on_the_cpu_and_with_nothing_recomputed():
         model = bmt.auto_wrap(build("llama"), offload_activations=True)
     assert "changes nothing on the CPU" in log.call_args[0][0]
     assert all(block._bmt.inputs is None for block in model.model.layers)
-    with pytest.raises(ValueError, match="use_checkpoint=False recomputes none"):
+    with pytest.raises(ValueError, match="use_checkpoint=False recomputes no block"):
         bmt.auto_wrap(build("llama"), use_checkpoint=False, offload_activations=True)

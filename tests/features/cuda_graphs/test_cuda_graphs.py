@@ -39,9 +39,7 @@ def wrapped(**options):
     return bmt.auto_wrap(build("llama").train(), compile=True, cuda_graphs=True, **options)
 
 
-@needs_hooks
-@on_ranks(2)
-def test_addresses():
+def check_addresses():
     """Full parameters keep their memory, also those that are added later, and are gathered again in each step."""
     with mock.patch.object(torch, "compile", uncompiled):
         model = wrapped()
@@ -60,6 +58,24 @@ def test_addresses():
         optimizer.zero_grad()
         others.append([torch.empty_like(buffer.storage.full.tensor) for buffer in buffers])  # would take freed memory
     assert seen[0] == seen[1] == seen[2] and 0 not in seen[0]
+
+
+@needs_hooks
+@on_ranks(2)
+def test_addresses():
+    """Without Inductor, which the steps would import and run, because blocks that are recomputed are compiled there."""
+    with (
+        mock.patch.object(torch, "compile", uncompiled),
+        mock.patch.object(torch.compiler, "cudagraph_mark_step_begin"),
+    ):
+        check_addresses()
+
+
+@slow  # Inductor compiles the recomputed blocks in each process
+@needs_hooks
+@on_ranks(2)
+def test_addresses_compiled():
+    check_addresses()
 
 
 @needs_hooks

@@ -3,17 +3,25 @@
 import copy
 import functools
 import logging
+import math
 
 import pytest
 import torch
 from torch import nn
 
 import hf_bmtrain as bmt
-from cases import full, in_full, pairwise, rows_in_full, slow
+from cases import full, in_full, needs_peft, pairwise, rows_in_full, slow
 from compile_checks import float8_gradients
 from float8_models import build, extend_all, rows
+from hf_bmtrain.engine.runtime.world import current_world
 from hf_bmtrain.engine.sharding.slots import buffers_of
-from hf_bmtrain.features.float8.calibrate import LEAST_DECIBELS, Calibration, decibels
+from hf_bmtrain.features.float8.calibrate import (
+    LEAST_DECIBELS,
+    Calibration,
+    decibels,
+    float8_decision,
+    restore_decision,
+)
 from hf_bmtrain.features.float8.linear import Float8Inputs, Float8Linear, extend_linear
 from hf_bmtrain.features.float8.storage import Float8Storage
 from hf_bmtrain.features.packed.arithmetic import FORMATS
@@ -193,7 +201,7 @@ def test_a_layer_with_too_much_noise_leaves_float8_on_every_rank(world, use_chec
     told = world(2)(left_out, use_checkpoint)
     for active, _, calibrations in told:
         assert active == [True, True, True, False] and calibrations == 0
-    assert sum("was measured): layers.0.one" in line for _, lines, _ in told for line in lines) == 1
+    assert sum("not finite): layers.0.one" in line for _, lines, _ in told for line in lines) == 1
     warnings = [line for _, lines, *_ in told for line in lines if "From now on" in line]
     assert len(warnings) == 1 and "'layers.1.two'" in warnings[0] and "keep=['two']" in warnings[0]
 
@@ -398,6 +406,26 @@ def test_a_refused_model_is_as_before() -> None:
     bmt.auto_wrap(model, float8=True)
 
 
+@needs_peft
+@on_ranks(1)
+def test_an_adapted_router_is_left() -> None:
+    from peft import LoraConfig, get_peft_model
+
+    class Routed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.gate, self.up = nn.Linear(32, 32), nn.Linear(32, 32)
+
+        def forward(self, hidden):
+            return hidden + self.up(hidden) * self.gate(hidden).softmax(-1)
+
+    model = nn.Sequential(nn.ModuleList([Routed(), Routed()]))
+    model = get_peft_model(model, LoraConfig(target_modules=["gate", "up"]))
+    bmt.auto_wrap(model, float8=True)
+    found = {tuple(name.split(".")[-2:]) for name, each in model.named_modules() if isinstance(each, Float8Linear)}
+    assert found == {("up", "base_layer")}
+
+
 @full
 def test_decibels():
     assert decibels(100.0, 1.0) == 20 == LEAST_DECIBELS and decibels(0.0, 0.0) == decibels(1.0, 0.0) == float("inf")
@@ -423,6 +451,64 @@ def adapters() -> None:
 def test_adapters_train_beside_it(world):
     pytest.importorskip("peft")
     world(2)(adapters)
+
+
+def gathers(model: nn.Module) -> set[bool]:
+    """Whether weights are all-gathered in float8."""
+    return {b.storage.in_float8 for b in buffers_of(model) if isinstance(b.storage, Float8Storage)}
+
+
+@needs_peft
+@on_ranks(2)
+def test_adapters_that_read_weights_of_a_trained_model() -> None:
+    """DoRA reads the weights under it, which were all-gathered in float8 until it was added."""
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(r=16, target_modules=["q_proj", "down_proj"], use_dora=True, init_lora_weights=False)
+    trained, first = build("llama"), extend_all(build("llama"))
+    bmt.auto_wrap(trained, float8=True)
+    for step in range(2):
+        loss = trained(**rows(step, bmt.rank())).loss
+        loss.backward()
+        torch.stack([first(**rows(step, other)).loss for other in range(bmt.world_size())]).mean().backward()
+    assert gathers(trained) == {True}
+    models = []
+    for each in (trained, first):
+        torch.manual_seed(7)
+        each.zero_grad()
+        models.append(peft.get_peft_model(each, copy.deepcopy(config)))
+    model, twin = models
+    bmt.auto_wrap(model)
+    assert gathers(model) == {False}
+    for step in range(2, 4):
+        mine = model(**rows(step, bmt.rank())).loss
+        ranks = [twin(**rows(step, other)).loss for other in range(bmt.world_size())]
+        torch.testing.assert_close(mine, ranks[bmt.rank()], rtol=2e-6, atol=0)
+        mine.backward()
+        torch.stack(ranks).mean().backward()
+    check_gradients(model, twin)
+    decision = dict.fromkeys(float8_decision(current_world(), model), (True, None))
+    again = bmt.auto_wrap(build("llama"), float8=True)
+    adapted = peft.get_peft_model(again, copy.deepcopy(config))
+    bmt.auto_wrap(adapted)
+    restore_decision(current_world(), adapted, decision)
+    assert gathers(adapted) == {False} and math.isfinite(adapted(**rows(0, bmt.rank())).loss.item())
+
+
+@needs_peft
+@on_ranks(2)
+def test_adapters_are_not_added_before_a_backward() -> None:
+    """The backward would read weights that were all-gathered in float8."""
+    peft = pytest.importorskip("peft")
+    model = bmt.auto_wrap(build("llama"), float8=True)
+    for step in range(2):
+        loss = model(**rows(step, bmt.rank())).loss
+        loss.backward()
+    loss = model(**rows(2, bmt.rank())).loss
+    adapted = peft.get_peft_model(model, peft.LoraConfig(r=16, target_modules=["q_proj"]))
+    with pytest.raises(ValueError, match="2 blocks .* waiting for their backward"):
+        bmt.auto_wrap(adapted)
+    loss.backward()
+    bmt.auto_wrap(adapted)
 
 
 @pytest.mark.parametrize("name", ["nf4", *in_full("fp8")])

@@ -52,7 +52,7 @@ def test_it_fits_on_a_screen(facts):
         (TWO, {"trouble": {"CuPy": "pip install 'hf_bmtrain[cuda13]'"}}, "CuPy: pip install 'hf_bmtrain[cuda13]'"),
         *rows_in_full([
             (TWO, {}, "links: NV18 (NVLink); "),
-            (TWO, {}, "copies between GPUs for shards from 16 MiB on"),
+            (TWO, {}, "copies between GPUs for shards of 16 MiB or more"),
             (TWO, {"gpus": (H200,), "links": ()}, "GPU, one process\n"),
             (TWO, {"gpus": (H200, Gpu("NVIDIA T4", 15 << 30, (7, 5)))}, "float16 with a loss scale"),
             (TWO, {"float8": "no float8 products"}, "float8=True     no float8 products"),

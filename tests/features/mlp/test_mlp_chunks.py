@@ -12,6 +12,7 @@ import hf_bmtrain as bmt
 from cases import by_default, full
 from ranks import on_ranks
 from sequence_models import MODELS, check
+from twins import WIDTH, Layer, Tower, check_gradients, ids
 
 VARIANTS = {
     "llama": {"name": "llama"},
@@ -138,6 +139,110 @@ def test_refusals():
         bmt.auto_wrap(MODELS["llama"](), mlp_chunks=2, compile=True)
     with pytest.raises(ValueError, match="mlp_chunks must be at least 1"):
         bmt.auto_wrap(MODELS["llama"](), mlp_chunks=0)
+
+
+class PlainMLP(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = torch.nn.Linear(WIDTH, 4), torch.nn.Linear(4, WIDTH)
+        self.between, self.dropout = torch.nn.Identity(), torch.nn.Dropout(0)
+
+    def forward(self, x):
+        return self.dropout(self.second(self.between(torch.tanh(self.first(x)))))
+
+
+class NoisyMLP(PlainMLP):
+    def forward(self, x):
+        return super().forward(x) * torch.rand_like(x)
+
+
+class MixerMLP(PlainMLP):
+    def forward(self, x):
+        return super().forward(x.transpose(-1, -2)).transpose(-1, -2)
+
+
+class NormMLP(PlainMLP):
+    def __init__(self):
+        super().__init__()
+        self.between = torch.nn.BatchNorm1d(4)
+
+
+class ConvMLP(PlainMLP):
+    def __init__(self):
+        super().__init__()
+        self.between = torch.nn.Conv1d(4, 4, 1)
+
+
+class CountingMLP(PlainMLP):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x):
+        self.calls.add_(1)
+        return super().forward(x)
+
+
+class MergingMLP(PlainMLP):
+    def forward(self, x):
+        return super().forward(x).view(-1, 2 * WIDTH)
+
+
+def tower(mlp):
+    """A Tower with an MLP in each layer."""
+
+    class WithMlp(Layer):
+        def __init__(self):
+            super().__init__()
+            self.mlp = mlp()
+
+        def forward(self, x, shift=None):
+            x = super().forward(x, shift)
+            return x + self.mlp(x)
+
+    model = Tower()
+    model.layers = torch.nn.ModuleList([WithMlp() for _ in model.layers])
+    torch.manual_seed(0)
+    for parameter in model.layers.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    return model.train()
+
+
+@pytest.mark.parametrize("use_checkpoint", [True, False])
+@pytest.mark.parametrize("later", [0, 0.5])
+@on_ranks(1)
+def test_random_numbers(later, use_checkpoint):
+    """Backward draws the numbers of the forward again, and leaves what is drawn after it as it is."""
+
+    def in_pieces(module, whole=NoisyMLP.forward):
+        module.forward = lambda x: torch.cat([whole(module, piece) for piece in x.tensor_split(2, -2)], -2)
+
+    plain, model = tower(NoisyMLP), bmt.auto_wrap(tower(NoisyMLP), mlp_chunks=2, use_checkpoint=use_checkpoint)
+    following = []
+    for layer in plain.layers:
+        in_pieces(layer.mlp)
+    for each in (plain, model):
+        for layer in each.layers:
+            layer.mlp.dropout.p = later
+        torch.manual_seed(3)
+        loss = each(ids(0, 0))
+        before = torch.get_rng_state()
+        loss.backward()
+        assert torch.equal(torch.get_rng_state(), before)
+        following.append(loss.item())
+    assert following[0] == pytest.approx(following[1])
+    check_gradients(model, plain)
+
+
+@on_ranks(1)
+def test_tokens_that_depend_on_others():
+    for mlp in (MixerMLP, NormMLP, ConvMLP):
+        with pytest.raises(ValueError, match="finds no MLP"):
+            bmt.auto_wrap(tower(mlp), mlp_chunks=2)
+    with pytest.raises(RuntimeError, match=r"mlp_chunks=2: CountingMLP changed its buffers \['calls'\]"):
+        bmt.auto_wrap(tower(CountingMLP), mlp_chunks=2)(ids(0, 0))
+    with pytest.raises(ValueError, match=r"mlp_chunks=2: MergingMLP returned .*\(4, 12\).*\(4, 2, 6\)"):
+        bmt.auto_wrap(tower(MergingMLP), mlp_chunks=2)(ids(0, 0))
 
 
 @full

@@ -341,10 +341,10 @@ def test_a_state_of_another_optimizer_is_refused(by):
     for optimizer in (muon, adam, sgd):
         optimizer.step()
     for saved, loaded, message in (
-        (adam, muon, "group 0 is updated by Muon, but its state to load was saved by AdamW"),
-        (muon, adam, "no exp_avg and no exp_avg_sq of a parameter in group 0, but momentum_buffer"),
-        (sgd, adam, "group 0 of the state has no betas and no eps: another optimizer"),
-        (sgd, muon, "group 0 of the state has no betas and no eps: another optimizer"),
+        (adam, muon, r"group 0 \(counted from 0\) is updated by Muon, but was updated by AdamW in the saved state"),
+        (muon, adam, r"in group 0 \(counted from 0\) lacks exp_avg and exp_avg_sq, and has only momentum_buffer"),
+        (sgd, adam, r"group 0 \(counted from 0\) of the saved state lacks betas and eps, so"),
+        (sgd, muon, r"group 0 \(counted from 0\) of the saved state lacks betas and eps, so"),
     ):
         before = loaded.state_dict(gather=True)
         if by == "a checkpoint":

@@ -405,8 +405,8 @@ REFUSED = [
     (embedding, r"a Linear whose forward is Linear's or was set"),
     (not_yet, r"not quantized yet\. Call model.to\(device\)"),
     (trained, "requires a gradient"),
-    (other_table, "another table of values than nf4's"),
-    (other_numbers, "another table of values than nf4's"),
+    (other_table, "table of values is not the one that bitsandbytes uses for nf4"),
+    (other_numbers, "table of values is not the one that bitsandbytes uses for nf4"),
     (other_groups, "scales that are quantized in blocks of 128, not 256"),
 ]
 

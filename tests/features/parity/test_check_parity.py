@@ -1,5 +1,6 @@
 """bmt.check_parity: nothing in clean models, and the block of each planted error; the state is as before."""
 
+import copy
 import random
 from unittest import mock
 
@@ -222,6 +223,42 @@ def updates_in_backward():
         assert torch.equal(value, trained[1][name]), name
 
 
+def fused_loss_in_either_order():
+    """The plain step computes the loss in pieces too, so that the head returns logits in neither."""
+    heads = []
+    for later in (False, True):
+        model = FAMILIES["llama"].build()
+        assert later or bmt.hf.fuse_causal_loss(model)
+        model = bmt.auto_wrap(model)
+        assert not later or bmt.hf.fuse_causal_loss(model)
+        batch = {"input_ids": ids(0, bmt.rank()), "labels": ids(0, bmt.rank())}
+        parity = bmt.check_parity(model, batch, verbose=False)
+        assert parity.ok, str(parity)
+        heads.append([type(each).__mro__ for each in (model.lm_head, copy.deepcopy(model).lm_head)])
+    assert heads[0] == heads[1]
+
+
+def hooks_are_counted():
+    """A hook of one rank, which doubles a gradient in training, is not run, and the table says so."""
+    model = bmt.auto_wrap(Tower())
+    assert bmt.check_parity(model, ids(0, bmt.rank()), verbose=False).unrun_hooks == 0
+    called = []
+    if bmt.rank() == 0:
+        model.head.weight.register_post_accumulate_grad_hook(called.append)
+    parity = bmt.check_parity(model, ids(0, bmt.rank()), verbose=False)
+    assert parity.ok and parity.unrun_hooks == 1 and not called
+    assert str(parity).endswith("\ngradient hooks (register_post_accumulate_grad_hook) that were not run: 1")
+    model(ids(0, bmt.rank())).backward()
+    assert len(called) == (bmt.rank() == 0)
+
+
+def bound_of_one_rank():
+    model = bmt.auto_wrap(Tower())
+    bound = 1e-3 if bmt.rank() else None
+    with pytest.raises(RuntimeError, match="check_parity: the ranks differ.*bound: rank 0 has None, rank 1 has 0.001"):
+        bmt.check_parity(model, ids(0, bmt.rank()), bound=bound, verbose=False)
+
+
 def refusals():
     with pytest.raises(TypeError, match="must be a torch.nn.Module"):
         bmt.check_parity(None, ids(0, 0))
@@ -274,6 +311,9 @@ def test_state_is_kept(dtype):
         optimizer = bmt.optim.AdamOptimizer(model.parameters(), lr=1e-2)
         torch.manual_seed(bmt.rank())
         random.seed(bmt.rank())
+        if checked:
+            bmt.check_parity(model, ids(99, bmt.rank()), verbose=False)
+            assert not any(p.trained for p in model.parameters())
         for step in range(6):
             model(ids(step, bmt.rank())).backward()
             if checked:
@@ -295,9 +335,18 @@ def test_state_is_kept(dtype):
 
 
 @pytest.mark.parametrize("size", [2, *in_full(1)])
-@pytest.mark.parametrize("function", [other_optimizers, updates_in_backward, refusals])
+@pytest.mark.parametrize(
+    "function",
+    [
+        other_optimizers, updates_in_backward, fused_loss_in_either_order, hooks_are_counted, refusals,
+    ],
+)  # fmt: skip
 def test_check_parity(world, size, function):
     world(size)(function)
+
+
+def test_different_bounds(world):
+    world(2)(bound_of_one_rank)
 
 
 class HandLayer(bmt.DistributedModule):

@@ -3,6 +3,7 @@
 import re
 
 import pytest
+import torch
 import transformers
 
 from cases import full, in_full, rows_in_full
@@ -65,7 +66,7 @@ def test_what_would_fit_is_told(tmp_path, monkeypatch, adapters):
         # frozen weights stay unsharded if they fit
         assert f"{prediction.peak / 2**30:.2f} GiB" == size or "--lora" in options
     given = parse([*words, "--rows", "4000"])
-    assert command.remedies(given, config).startswith("no other single option makes it fit")
+    assert command.remedies(given, config).startswith("none of the changes that were tried makes it fit")
 
 
 @full
@@ -126,7 +127,7 @@ def test_the_largest_number_of_rows_fits_and_one_more_does_not(most, power):
     ("words", "message"),
     [
         (["--rows", "-3"], "argument --batch-size/--rows: '-3' must be an integer of at least 1"),
-        (["--offload", "--optimizer", "sgd"], "--offload works only with the Adam optimizer. Leave out"),
+        (["--offload", "--optimizer", "sgd"], "--offload works only with --optimizer adam (the default), not sgd"),
         *rows_in_full(
             [
                 (["--rows", "0"], "argument --batch-size/--rows: '0' must be an integer of at least 1"),
@@ -153,3 +154,21 @@ def test_an_unknown_configuration_and_a_length_beyond_the_positions(config, tmp_
         SystemExit, match="--seq-len 129 exceeds the model's maximum of 128 positions: pass 128 or less"
     ):
         run(config, "--length", "129")
+
+
+def test_rows_that_do_not_change_the_peak():
+    """The optimizer's step needs more memory than the forward and backward of a few rows."""
+    tried = []
+
+    def peak(rows):
+        tried.append(rows)
+        return max(1000, 10 * rows)
+
+    assert command.most_rows(peak, 4000) == 400
+    assert len(tried) < 40
+
+
+def test_models_of_several_sequences_per_row():
+    model, config = transformers.BertForMultipleChoice, transformers.BertConfig(num_hidden_layers=1)
+    with torch.device("meta"), pytest.raises(ValueError, match=r"BertForMultipleChoice, whose rows have several"):
+        meta_model.text_batch(model(config), config, 2, 8)

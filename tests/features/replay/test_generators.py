@@ -6,8 +6,8 @@ import numpy
 import pytest
 import torch
 
+import hf_bmtrain as bmt
 from cases import by_default, full
-from hf_bmtrain.features.replay.generators import generators_of
 from hf_bmtrain.features.replay.replay import Generators
 from ranks import on_ranks
 from twins import Layer, Tower, check_twins, ids
@@ -62,15 +62,116 @@ def test_recomputed(kind):
     check_twins(make, lambda model, step, rank: model(ids(step, 0)), use_checkpoint=True)
 
 
+class Changing(Layer):
+    """Draws in another way from one step to the next, by its attribute `step`."""
+
+    step = 0
+
+    def begin(self, step):
+        self.step = step
+
+    def factor(self, given):
+        raise NotImplementedError
+
+    def forward(self, x, given=None):
+        return super().forward(x * torch.full_like(x, 1 + self.factor(given)))
+
+
+class Late(Changing):
+    def factor(self, given):
+        return numpy.random.rand() if self.step else 0
+
+
+class LateGauss(Changing):
+    """Draws the second of a pair of normal numbers, which leaves the state of the bits as it is."""
+
+    def factor(self, given):
+        return numpy.random.randn() + random.gauss(0, 1) if self.step else 0
+
+
+class Guarded(Changing):
+    def factor(self, given):
+        return numpy.random.rand() if random.random() < 0.5 else 0
+
+
+class Given(Changing):
+    def factor(self, given):
+        return torch.rand((), generator=given["of the step"][0]).item()
+
+
+class Replaced(Changing):
+    def begin(self, step):
+        self.own = torch.Generator().manual_seed(step)
+
+    def factor(self, given):
+        return torch.rand((), generator=self.own).item()
+
+
+class Held(Changing):
+    """Its generators are inside an attribute."""
+
+    def begin(self, step):
+        self.held = {"noise": (numpy.random.default_rng(step), [random.Random(step)])}
+
+    def factor(self, given):
+        return self.held["noise"][0].random() + self.held["noise"][1][0].random()
+
+
+@pytest.mark.parametrize("kind", [Late, LateGauss, Guarded, Given, Replaced, Held])
+@on_ranks(1)
+def test_other_draws_later(kind):
+    """Which generators a layer uses may change from one forward to the next."""
+
+    class Changes(Tower):
+        def forward(self, ids, step):
+            random.seed(7 + step)
+            numpy.random.seed(7 + step)
+            numpy.random.randn(), random.gauss(0, 1)
+            given = {"of the step": (torch.Generator().manual_seed(step),)}
+            x = self.embedding(ids)
+            for layer in self.layers:
+                layer.begin(step)
+                x = layer(x, given)
+            return self.head(x).square().mean()
+
+    def make():
+        model = Changes()
+        model.layers = torch.nn.ModuleList([kind() for _ in model.layers])
+        torch.manual_seed(0)
+        for parameter in model.layers.parameters():
+            torch.nn.init.normal_(parameter, std=0.3)
+        return model
+
+    check_twins(make, lambda model, step, rank: model(ids(step, 0), step), steps=4, use_checkpoint=True)
+
+
+@on_ranks(1)
+def test_unused_generators_are_left():
+    """A recomputation leaves generators alone from which its forward did not draw: other threads may be drawing."""
+    model, seen = bmt.auto_wrap(Tower(), use_checkpoint=True), []
+    model.layers[1].linear.register_forward_hook(lambda *_: seen.append((random.getstate(), numpy.random.get_state())))
+    loss = model(ids(0, 0))
+    seen.clear()  # what follows is what the recomputation sees
+    random.random(), numpy.random.rand()
+    present = random.getstate(), numpy.random.get_state()
+    loss.backward()
+    assert len(seen) == 1
+    for python, numpys in seen:
+        assert python == present[0] and (numpys[1] == present[1][1]).all() and numpys[2] == present[1][2]
+
+
 @full
 @pytest.mark.parametrize("kind", by_default(DRAWS, "numpy.Generator"))
 def test_states(kind):
     layer = Drawing(kind)
-    before = Generators(generators_of(layer))
-    assert before.moved() == []
+    before = Generators([random, numpy.random, *([] if layer.own is None else [layer.own])])
     drawn = DRAWS[kind](layer)
-    assert len(before.moved()) == 1
+    before.keep_moved()
+    assert len(before._states) == 1
     present = before.restore()
     assert DRAWS[kind](layer) == drawn
     present.restore()
     assert DRAWS[kind](layer) != drawn
+    unused = Generators([random, numpy.random])
+    unused.keep_moved()
+    assert unused._states == []

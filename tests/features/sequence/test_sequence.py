@@ -107,6 +107,20 @@ def test_loss_from_outputs():
     check("qwen3", bmt.world_size(), loss=from_logits)
 
 
+def from_hidden_states(model, batch):
+    states = model(**batch, output_hidden_states=True).hidden_states
+    assert all(each.shape == (*batch["input_ids"].shape, WIDTH) for each in states)
+    weights = torch.linspace(1, 2, states[0].shape[1]).view(-1, 1)
+    return sum((each * weights).square().mean() for each in states)
+
+
+@pytest.mark.parametrize("name", ["gpt2", *in_full("llama", "modern-bert")])
+@on_ranks(2)
+def test_loss_from_hidden_states(name):
+    """The last hidden state of GPT-2 was that of this rank's tokens alone, with zeros for the others."""
+    check(name, 2, loss=from_hidden_states)
+
+
 @pytest.mark.parametrize("level", [2, 3])
 @pytest.mark.parametrize("recompute", [True, False])
 @on_ranks(2)

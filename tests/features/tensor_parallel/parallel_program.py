@@ -267,6 +267,19 @@ class Small(bmt.DistributedModule):
         self.norm = nn.LayerNorm(WIDTH)
 
 
+class Forked(nn.Module):
+    """Two lists of blocks, of which ranks may run one each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.right = (nn.ModuleList(self.block() for _ in range(2)) for _ in range(2))
+
+    @staticmethod
+    def block() -> Block:
+        up, down = bmt.nn.ColumnParallelLinear(WIDTH, WIDTH), bmt.nn.RowParallelLinear(WIDTH, WIDTH)
+        return Block(up, down, nn.LayerNorm(WIDTH))
+
+
 def checkpoints(folder: Path) -> None:
     """Training continues from a checkpoint bit by bit; what is split by columns needs the same tp_size."""
     groups, grid = bmt.config["tp_zero_size"], bmt.config["topology"]
@@ -383,6 +396,23 @@ def wrong_target() -> None:
         bmt.nn.parallel_cross_entropy_func(logits, target)
 
 
+def wrong_token() -> None:
+    """A token outside the vocabulary is refused by name on the CPU. On a GPU, its embedding is NaN, with gradient 0."""
+    for same_rows in (True, False):
+        embedding = bmt.nn.VPEmbedding(WORDS, WIDTH, torch.float32, same_rows=same_rows)
+        tokens = torch.tensor([[1, WORDS - 1], [-1, WORDS]])
+        if tokens.is_cuda:
+            found = embedding(tokens)
+            found.sum().backward()
+            assert found.isnan().tolist() == [[[False] * WIDTH] * 2, [[True] * WIDTH] * 2]
+            rows = embedding.weight.gather_gradient().any(-1).nonzero().flatten().tolist()
+            assert rows == [[1], [WORDS // TOGETHER - 1]][bmt.config["tp_rank"]]
+            continue
+        count = "2 of 4" if same_rows else "4 of 8"  # the rows of both ranks
+        with pytest.raises(IndexError, match=rf"VPEmbedding: token -1 at \[1, 0\] is not in \[0, 12\).* {count}"):
+            embedding(tokens)
+
+
 def half_sums() -> None:
     """Sums over a group that fit in float16 do not overflow on the way."""
     parameter = bmt.DistributedParameter(torch.ones(3, dtype=torch.half))
@@ -402,6 +432,7 @@ def refusals(folder: Path) -> None:
         ("no layers that can be split", lambda: bmt.auto_wrap(nn.Linear(2, 2))),
         ("sequence_parallel cannot be", lambda: bmt.auto_wrap(Small(), sequence_parallel=TOGETHER)),
         ("quantize_frozen cannot be", lambda: bmt.auto_wrap(Small().requires_grad_(False), quantize_frozen="nf4")),
+        ("'auto' does not support Forked", lambda: bmt.auto_wrap(Forked(), use_checkpoint="auto")),
         ("DCPState does not support weights that are split", lambda: bmt.DCPState(model)),
         ("orthogonalizes full matrices", lambda: bmt.optim.MuonOptimizer(model)),
         ("orthogonalizes full matrices", lambda: bmt.optim.MuonOptimizer([matrices])),
@@ -440,6 +471,7 @@ if __name__ == "__main__":
     optimizer_state()
     half_sums()
     wrong_target()
+    wrong_token()
     transformers_plans(Path(sys.argv[1]))
     checkpoints(Path(sys.argv[1]))
     refusals(Path(sys.argv[1]))

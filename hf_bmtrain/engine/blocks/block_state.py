@@ -122,7 +122,7 @@ class BlockState:
             #   it now. While it does so, its saved-tensor hooks are active. So assume a recomputation if a call is
             #   pending and hooks are active. torch 2.6 cannot report hooks, so assume that they are active.
             recorded = self.schedule.was_recorded(self)
-            hooked = top_saved_tensors_hooks is None or inside_hooks()
+            hooked = top_saved_tensors_hooks is None or top_saved_tensors_hooks(True) is not None
             if recorded or (self.pending and (recorded is None or hooked)):
                 return self._recompute_for_others(layer_forward, args, kwargs)
         self.schedule.discard_failed_backward()
@@ -132,7 +132,7 @@ class BlockState:
         training = torch.is_grad_enabled()
         if training:
             self._recomputed = self.recompute.recomputes(args, kwargs, self.pending)
-            if top_saved_tensors_hooks is None or inside_hooks():
+            if top_saved_tensors_hooks is None or top_saved_tensors_hooks(True) is not None:
                 self._recomputed_in_hooks = self._recomputed
         differentiable = False
         try:

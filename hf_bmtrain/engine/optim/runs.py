@@ -414,7 +414,7 @@ def adopt(parameter: torch.Tensor, views: ParameterState, earlier: ParameterStat
             step, the master is first updated to follow the weights.
     """
     earlier = {
-        name: torch.as_tensor(value, dtype=torch.float32) if name == "step" else _values(value)
+        name: torch.as_tensor(value, dtype=torch.float32, device=parameter.device) if name == "step" else _values(value)
         for name, value in own_entries(earlier).items()
     }
     if not ("residual" in earlier and "residual" in views and has_codes(earlier) == has_codes(views)):

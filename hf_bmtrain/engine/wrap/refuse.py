@@ -183,7 +183,7 @@ def _overlap(first: torch.Tensor, second: torch.Tensor, begin: int) -> bool:
     if first.dtype != second.dtype:
         return True
     size = first.element_size()
-    marks = torch.zeros((max(_span(first)[1], _span(second)[1]) - begin) // size, dtype=torch.bool)
+    marks = torch.zeros((max(_span(first)[1], _span(second)[1]) - begin) // size, dtype=torch.bool, device="cpu")
     places = [
         marks.as_strided(tensor.shape, tensor.stride(), (tensor.data_ptr() - begin) // size)
         for tensor in (first, second)

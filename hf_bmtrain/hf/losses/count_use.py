@@ -36,7 +36,7 @@ class CountUse:
 
         count: `num_items_in_batch`, a tensor of one element or a number.
         """
-        self.seen, plain = False, torch.as_tensor(count)
+        self.seen, plain = False, count if isinstance(count, torch.Tensor) else torch.tensor(count, device="cpu")
         tensor = plain.as_subclass(_Observed)
         tensor.plain, tensor.use = plain, self
         return tensor

@@ -360,8 +360,7 @@ def _loss_of_rows(
     # its own rows, and counts in proportion to their number. `shared` ranks have the same rows, which count once.
     counted = count is not None and trainer.args.average_tokens_across_devices
     share = 1 / world.size if counted else mine / left / shared
-    total = loss.detach().double().mean().reshape(1) * share if mine else torch.zeros(1, dtype=torch.float64)
-    total = total.to(loss.device)
+    total = loss.detach().double().mean().reshape(1) * share if mine else loss.new_zeros(1, dtype=torch.float64)
     world.reduce.all_reduce(total).wait()
     return total[0]
 

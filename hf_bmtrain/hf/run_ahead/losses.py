@@ -59,5 +59,6 @@ class _Finite(torch.Tensor):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         with torch._C.DisableTorchFunctionSubclass():
             if func in (torch.isnan, torch.isinf):
-                return torch.zeros(args[0].shape, dtype=torch.bool)  # on the CPU, so Trainer reads it without a wait
+                # On the CPU, so Trainer reads it without waiting for the GPU.
+                return torch.zeros(args[0].shape, dtype=torch.bool, device="cpu")
             return func(*args, **(kwargs or {}))

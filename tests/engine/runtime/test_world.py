@@ -17,7 +17,7 @@ from ranks import Ranks, free_port
 
 INIT = "import hf_bmtrain as bmt; bmt.init_distributed(); print(bmt.rank(), bmt.world_size())"
 MISUSES = [
-    ("import hf_bmtrain as bmt; bmt.rank()", {}, "Call hf_bmtrain.init_distributed() first"),
+    ("import hf_bmtrain as bmt; bmt.synchronize()", {}, "Call hf_bmtrain.init_distributed() first"),
     ("import hf_bmtrain as bmt, torch; bmt.auto_wrap(torch.nn.Linear(2, 2))", {}, "init_distributed() first"),
     ("import hf_bmtrain as bmt; bmt.init_distributed(zero_level=1)", {}, "zero_level must be 2"),
     (INIT, {"WORLD_SIZE": "2"}, "RANK=None does not fit WORLD_SIZE=2"),

@@ -513,7 +513,9 @@ class LoadedState:
                 # AdamOptimizer stores a part of "residual" in the sign of exp_avg_sq, which is otherwise not negative.
                 if values.pop("residual", None) is not None and "exp_avg_sq" in values:
                     values["exp_avg_sq"].abs_()
-            full_state_of(self._optimizer)  # before the first step, `state_dict` must already gather this rank's state
+            # Make the optimizer's `state_dict` return full states from now on. Without this call, it would do so only
+            # after the optimizer's first step.
+            full_state_of(self._optimizer)
             self._optimizer.load_state_dict(state)
         elif not self._places:
             self._optimizer.take_state_dict(state)

@@ -21,8 +21,8 @@ import torch
 
 from ..engine.comm.collective_log import Excerpt, describe
 
-# Folders are whole names here, with a separator at the end: a path may contain "torch" because of an environment with
-# that name, and that of a program may begin like that of this package.
+# These paths end with a separator, so that a comparison matches only whole names of folders. Otherwise a program in a
+# folder such as ".../hf_bmtrain_experiments" would be taken for a part of this package.
 _PACKAGE, _TORCH = (os.path.join(folder, "") for folder in (Path(__file__).parents[1], Path(torch.__file__).parent))
 _INSTALLED = f"-packages{os.sep}"  # the end of site-packages and dist-packages
 _LIBRARIES = (

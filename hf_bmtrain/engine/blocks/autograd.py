@@ -66,11 +66,12 @@ def _apply(function: type[torch.autograd.Function], *args: Any) -> Any:
 
 
 class Containers:
-    """The mutable containers (lists, dicts and objects) among a layer's arguments, for one forward of the layer.
+    """Restores the mutable containers (lists, dicts and objects) among a layer's arguments after a forward of the layer.
 
-    `leave_backward` replaces the tensors in the layer's arguments that require a gradient by new tensors, whose
-    backward calls a function. In a mutable container, it replaces them in place, although the container belongs to the
-    layer's caller. Then it creates this object, which is used after the forward:
+    Before the forward, `leave_backward` replaces each tensor in the layer's arguments that requires a gradient by a new
+    tensor, whose backward calls a function at the end of the layer's backward. In a mutable container, it has to do so
+    in place, although the container belongs to the layer's caller. Then it creates this object, with two methods that
+    are called after the forward:
 
     * `restore` puts the original tensors back into the containers.
     * `added` returns the tensors requiring a gradient that the layer itself has put into the containers, for example

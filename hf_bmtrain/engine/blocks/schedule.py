@@ -290,8 +290,9 @@ class Schedule:
         self._passes: dict[int, list[ForwardPass]] = {}  # the forward passes that each backward has reached
         self._left_unsharded: weakref.ref[BlockState] | None = None  # weak, so that it keeps no model alive
         self._prefetched: weakref.ref[BlockState] | None = None
-        # What the last training forward of each outermost module did. The references to blocks are strong, so that all
-        # ranks prefetch the same blocks, even if one was removed from the model since.
+        # What the last training forward of each outermost module did. The references to blocks are strong. With weak
+        # ones, a block that was removed from the model would disappear when a rank's garbage collector runs, so that
+        # the ranks might prefetch different blocks.
         self._orders: weakref.WeakKeyDictionary[torch.nn.Module, Order] = weakref.WeakKeyDictionary()
         # The gradients whose reductions have been started but not yet waited for: one list for each call of `send`.
         self._pending: deque[list[GradientBuffer]] = deque()

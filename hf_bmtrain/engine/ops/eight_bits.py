@@ -205,8 +205,8 @@ def adam8_update(
         record: (12,) float32, the hyper-parameters and the skip flag, as computed by `adam_prepare` for these elements.
         index_base: the position of element 0 among all elements of the model. An element's position and the number of
             the step determine its random bits for stochastic rounding.
-        coupled: whether to add the factor of L2 regularization, the field "l2" of `record`, times the master to the
-            gradient. If False, this field must be 0.
+        coupled: whether to use L2 regularization: l2 times the master is added to the gradient, where l2 is the field
+            "l2" of `record`. If False, this field must be 0.
 
     Raises:
         ValueError: a tensor does not have the shape, dtype or device described above, or is not contiguous, or the
@@ -237,8 +237,8 @@ def update_reference(
 ) -> None:
     """Compute the same as `adam8_update` with torch, on any device. The host waits for the device.
 
-    `adam8_update` calls this function on the CPU, and the kernel on CUDA. Stochastic rounding uses the same random bits
-    as the kernel.
+    `adam8_update` calls this function on the CPU, and the kernel on CUDA. The moments are rounded stochastically, with
+    the same random bits as in the kernel.
 
     Args:
         grad: (n,), only read. For the dtypes of this and the other tensors, see `adam8_update`.

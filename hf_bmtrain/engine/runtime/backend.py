@@ -244,8 +244,8 @@ def _open_all(
 
         name: the communicator's name, for messages.
         groups: the groups of equal size into which all ranks are divided, each as a list of ranks.
-        alike: whether all groups exchange tensors of the same sizes. If so, the monitor also compares the collectives
-            of ranks in different groups. Otherwise, it compares only ranks of the same group.
+        alike: whether all groups exchange tensors of the same sizes. If so, the monitor, which looks for mismatched
+            collectives, also compares ranks in different groups. Otherwise, it compares only ranks of the same group.
         """
         members = next(group for group in groups if rank in group)
         if len(members) == 1:

@@ -191,8 +191,8 @@ class World:
             problem = self.monitor.compare(rank, theirs)
             if problem is not None:
                 raise RuntimeError(
-                    f"rank {self.rank}: before '{occasion}', the ranks compared the operations that they have issued, "
-                    f"and these differ: {problem}"
+                    f"rank {self.rank}: before '{occasion}', the ranks compared the collective operations that they "
+                    f"have started so far, and these differ: {problem}"
                 )
 
     def gather_objects(self, value: Any) -> list[Any]:

@@ -100,10 +100,11 @@ class ShardBase:
 
     @data.setter
     def data(self, values: torch.Tensor) -> None:
-        """Copy `values` into this tensor. They may be a full tensor, a sharded tensor, or this rank's elements (n,).
+        """Set this tensor to a copy of `values`: a full tensor, a sharded tensor, or this rank's elements (n,).
 
-        As in torch, sharded tensors that share this tensor's memory, such as earlier results of `.data` and `detach`,
-        keep the old values. If `values` shares this tensor's memory already, nothing changes.
+        As in torch, other tensors that share this tensor's memory, such as earlier results of `.data` and `detach`,
+        keep the old values: they are moved to memory of their own first. If `values` shares this tensor's memory
+        already, nothing changes.
 
         Otherwise, unlike in torch, this tensor does not share memory with `values` afterwards, so a later write to
         `values` has no effect on it. The exception is an earlier result of this tensor's own `.data` or `detach`: after

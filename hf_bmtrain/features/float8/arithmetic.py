@@ -81,7 +81,12 @@ class Float8(NamedTuple):
 
 
 def quantize_rows(x: Tensor) -> Float8:
-    """Quantize the matrix x to float8, with one scale per row. x: (M, K) float32, float16 or bfloat16."""
+    """Quantize a matrix x to float8 (e4m3), with one scale per row.
+
+    x: (M, K) float32, float16 or bfloat16.
+
+    Returns the values, (M, K) float8, and the scales, (M, 1) float32. Approximately, x is values * scales.
+    """
     expect("x", x, C_NAMES, (len(x), x.shape[-1]), x.device)
     if not _by_kernels(x):
         return _rounded(x, x.abs().amax(1, keepdim=True) if x.numel() else x.new_zeros(len(x), 1))

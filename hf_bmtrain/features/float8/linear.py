@@ -162,7 +162,7 @@ class Float8Linear(torch.nn.Module):
 
 
 def extend_linear(layer: torch.nn.Module, transposed: bool, inputs: Float8Inputs) -> Float8State:
-    """Make `layer` a Float8Linear in place, and return its state.
+    """Make `layer` a Float8Linear in place. Return its Float8State, which says whether and how it computes in float8.
 
     Args:
         layer: a linear layer.

@@ -177,7 +177,8 @@ class _Work:
             factor = scale if scale.numel() == 1 else scale[start : start + size]
             here.copy_(self.how.rows.losses_and_gradient_(logits, part, factor)[0])
             if more:
-                products[:, classes:].zero_()  # these are 0 * hidden states: NaN if a hidden state is inf or NaN
+                # The columns of the added classes, whose weights are 0, are NaN where a hidden state is inf or NaN.
+                products[:, classes:].zero_()
             if d_rows is not None:
                 torch.mm(products, weight, out=d_rows[start : start + size])
             if for_weight:

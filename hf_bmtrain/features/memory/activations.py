@@ -295,7 +295,7 @@ class Activations:
         self._forward = self._backward = 0
         self._recomputed = False  # whether a block's recomputed activations are alive
         self._unsharded = 0  # bytes of the blocks that stay unsharded until their backward
-        self._stale = True  # True until the first plan, and from a later measurement to the next plan
+        self._stale = True  # whether there is no plan yet, or something was measured after the last plan
         self._left = 0  # the bytes for keep_frozen="auto" in the last plan (see `left` in the class docstring)
         self.measuring = False
         self.numbers = itertools.count()
@@ -414,11 +414,13 @@ class Activations:
             self._meter.memory.reset_peak()
 
     def add(self, block: AutoCheckpoint, measurement: Measurement) -> None:
-        """Store the measurement of a forward until the next backward ends. `finish_backward` then uses it.
+        """Store how much memory and time a block's forward took, until the next backward ends.
+
+        `finish_backward` then makes the plan, which blocks keep their activations, from the stored measurements.
 
         Args:
             block: the policy of the block whose forward was measured.
-            measurement: the measurement.
+            measurement: the bytes that autograd saved in the forward, its time, and similar numbers.
         """
         self._fresh.append((block, measurement))
 

@@ -94,7 +94,10 @@ class _Attention(TorchDispatchMode):
         return function(*args, **kwargs)
 
     def attend(self, function: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
-        """Return the output of `function(*args, **kwargs)`, a call of attention without dropout."""
+        """Return the output of a call of attention, and keep it, reuse a kept one, or measure the call.
+
+        The output is that of `function(*args, **kwargs)`. `is_kept` is True for the call, so it has no dropout.
+        """
         raise NotImplementedError
 
 

@@ -40,8 +40,8 @@ class SavedBytes:
     def counting(self) -> Iterator[None]:
         """Return a context that adds to `nbytes` the bytes that autograd saves for backward inside it.
 
-        Saved-tensor hooks that are active when the context is entered work as before. (If several are nested, torch
-        calls only the innermost.)
+        torch calls only the innermost saved-tensor hooks, which are this context's inside it. They call the hooks that
+        were active when the context was entered, so that these keep working.
         """
         pack, unpack = top_saved_tensors_hooks(True) or (_unchanged, _unchanged)
 

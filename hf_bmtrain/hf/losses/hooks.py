@@ -34,8 +34,8 @@ _LOSS = re.compile(r"(?<=\w)Loss$|_loss$|(^|_)cross_entropy|loss_(fct|fn)$|^crit
 def claim_hooks(model: Any, trainer: object) -> bool:
     """Prepare `model` for the hooks that correct its loss for `trainer`. Hooks of Trainers that are gone are removed.
 
-    A model may have several Trainers, each with its own hooks. In a forward, only the hooks of the Trainer act that
-    computes the loss.
+    A model may have several Trainers, each with its own hooks. In each forward, only one Trainer's hooks act: those of
+    the Trainer that computes the loss.
 
     Args:
         model: the sharded model, with or without PEFT's wrapper.
@@ -273,7 +273,8 @@ def ignores_count(model: Any) -> bool:
 def has_own_forward(model: Any) -> bool:
     """Return whether the forward of `model` is code from the user's program or the Hub, and not from transformers.
 
-    The names in such code do not tell how it computes its loss. The caller must observe the forward instead.
+    In transformers' models, the names in the forward's code tell how it computes the loss, for example whether it uses
+    `num_items_in_batch`. In other code they do not, so the caller must find out by observing a forward.
     """
     forward = next(vars(cls)["forward"] for cls in type(base_of(model)).__mro__ if "forward" in vars(cls))
     return package_of(forward) not in ("transformers", "torch", "hf_bmtrain")

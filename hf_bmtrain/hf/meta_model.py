@@ -99,8 +99,8 @@ def text_batch(model: Any, config: Any, rows: int, length: int) -> dict[str, tor
     if "MultipleChoice" in type(model).__name__:
         raise ValueError(
             f"CONFIG describes a {type(model).__name__}, whose rows have several sequences each, but the batch that "
-            "this command makes has one sequence in each row. Call bmt.predict_memory(model, batch) with your own batch "
-            "instead."
+            "this command makes has one sequence in each row. Call bmt.predict_memory(model, batch) with your own "
+            "batch instead."
         )
     ids = torch.empty(rows, length, dtype=torch.int64, device="meta")
     per_row = "SequenceClassification" in type(model).__name__

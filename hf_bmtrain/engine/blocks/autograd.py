@@ -66,7 +66,7 @@ def _apply(function: type[torch.autograd.Function], *args: Any) -> Any:
 
 
 class Containers:
-    """Restores the mutable containers (lists, dicts and objects) among a layer's arguments after a forward of the layer.
+    """Restores the mutable containers (lists, dicts and objects) among a layer's arguments after the layer's forward.
 
     Before the forward, `leave_backward` replaces each tensor in the layer's arguments that requires a gradient by a new
     tensor, whose backward calls a function at the end of the layer's backward. In a mutable container, it has to do so

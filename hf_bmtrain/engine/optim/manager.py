@@ -367,9 +367,9 @@ class OptimManager:
         # If the norm is inf or nan, the step is skipped. The factor is then 1, so that it spoils no other gradients.
         factor = torch.where(norm.isfinite(), (max_norm / (norm + eps)).clamp_(max=1.0), 1.0)
         in_updates: set[torch.nn.Parameter] = set()
-        # Usually, `step` applies the factor: it divides by the reciprocal, which is inf if `max_norm` is 0. So gradients
-        # are multiplied here if `max_norm` is 0. They are also multiplied here if it is a tensor, because the host would
-        # have to wait for the device to find out whether it is 0.
+        # Usually, `step` applies the factor: it divides by the reciprocal, which is inf if `max_norm` is 0. So the
+        # gradients are multiplied here if `max_norm` is 0. They are also multiplied here if it is a tensor, because the
+        # host would have to wait for the device to find out whether it is 0.
         deferred = not isinstance(max_norm, torch.Tensor) and max_norm > 0
         for optimizer, members in own.items():
             if deferred and members and chosen.issuperset(members):

@@ -25,7 +25,7 @@ from .arguments import agree_on_arguments, check_arguments, check_model, check_o
 from .bad_numbers import BadNumbers
 from .calling_trainer import calling_trainer, resumed_folder
 from .checkpoints import TrainerCheckpoints, allow_references, set_aside_incomplete, writes_own_weights
-from .losses.hooks import claim_hooks
+from .losses.hooks import base_of, claim_hooks
 from .losses.mean import follow_loss_function, follow_mean_loss
 from .losses.router import average_router_loss
 from .losses.short_batch import follow_short_batch
@@ -134,9 +134,12 @@ class BMTrainCallback(TrainerCallback):
             check_arguments(args, model)
             follow_shared_rows(model, args)
             # Trainer calls `num_parameters` after each micro-batch, for its total_flos. The model's own method is slow
-            # for sharded parameters, and counts only this rank's part of weights that `tp_size` splits.
-            if hasattr(model, "num_parameters"):
-                model.num_parameters = ParameterCount(model)
+            # for sharded parameters, and counts only this rank's part of weights that `tp_size` splits. PEFT's wrapper
+            # has no such method, and passes the call on. So replace that of the model inside: an attribute of the
+            # wrapper would get into deep copies of it, as if it were the program's own.
+            base = base_of(model)
+            if hasattr(base, "num_parameters"):
+                base.num_parameters = ParameterCount(base)
         # A model has one StagedWeights, which all its Trainers use. Another Trainer's callback may have created it.
         self._weights = StagedWeights.of(model) or known or StagedWeights(model)
 

@@ -1,5 +1,7 @@
 """An unmodified Trainer around a sharded model, against itself around a plain one in one process."""
 
+import copy
+
 import pytest
 import transformers
 
@@ -106,3 +108,27 @@ def trained_twice(folder, wrapped):
 def test_trained_twice(world, tmp_path, size):
     plain = trained_twice(tmp_path / "plain", False)
     check_same(world(size)(trained_twice, str(tmp_path / "ours"), True)[0], plain, "grad_norm")
+
+
+def copied_with_adapters(folder):
+    import peft
+
+    config = peft.LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM")
+    plain, model = (peft.get_peft_model(jobs.build("llama"), config) for _ in range(2))
+    trainer = transformers.Trainer(
+        bmt.auto_wrap(model), args=jobs.arguments(folder, max_steps=1), train_dataset=jobs.Rows(),
+        callbacks=[bmt.hf.BMTrainCallback()],
+    )  # fmt: skip
+    trainer.train()
+    count = trainer.model.num_parameters(exclude_embeddings=True)
+    assert count == plain.num_parameters(exclude_embeddings=True)
+    copied = copy.deepcopy(trainer.model)
+    assert "num_parameters" not in vars(copied)
+    copied.merge_and_unload().save_pretrained(f"{folder}/{bmt.rank()}")
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_a_copy_of_a_model_with_adapters(world, tmp_path, size):
+    """The copy had the callback's count of parameters, which cannot be copied."""
+    pytest.importorskip("peft")
+    world(size)(copied_with_adapters, str(tmp_path))

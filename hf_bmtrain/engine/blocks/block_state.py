@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -23,6 +23,7 @@ from .recomputed_graph import CannotRecompute, NotCompiled, RecomputedGraphs
 from .schedule import ForwardPass, Schedule
 
 _log_once = functools.cache(logging.getLogger("hf_bmtrain").info)
+_Token = tuple[ForwardPass | None, list[tuple[int, int]], list[Sequence[bool]]]
 _WHOLE_FORWARD = (
     "The recomputation of a compiled block repeats its whole forward, not only what the gradients need, because %s"
 )
@@ -183,7 +184,9 @@ class BlockState:
                 "sharded block does not support this, because the gradients would be wrong. Write `x = x + y` instead "
                 "of `x += y` in the layer's forward."
             )
-        token = self.schedule.running, [(buffer.number, buffer.shard._version) for buffer in self.buffers]
+        state = [(buffer.number, buffer.shard._version) for buffer in self.buffers]
+        required = [buffer.gradient.full_params_require_grad for buffer in self.buffers]
+        token = self.schedule.running, state, required
         outputs, differentiable = enter_backward(self.before_backward, token, outputs, filled)
         self.pending += differentiable
         if differentiable:
@@ -424,19 +427,20 @@ class BlockState:
 
     # -- backward -----------------------------------------------------------------------------------------------
 
-    def before_backward(self, token: tuple[ForwardPass | None, list[tuple[int, int]]]) -> None:
+    def before_backward(self, token: _Token) -> None:
         """Unshard the block for its backward, and prefetch the previous block if its backward is still to come.
 
         Autograd calls this when it reaches the block's outputs. Collective: every rank must call it.
 
         Raises RuntimeError if the block's weights were modified since its forward: the gradients would be wrong.
 
-        token: (forward pass, versions). The forward pass is the forward of the model in which the block was called. It
-            is None if there was none, for example if the block was called by itself, without a sharded model around it.
-            The versions are the numbers of the block's buffers, and the version counters of their shards, at the end of
+        token: (forward pass, versions, required). The forward pass is the forward of the model in which the block was
+            called. It is None if there was none, for example if the block was called by itself, without a sharded model
+            around it. The versions are the numbers of the block's buffers, and the version counters of their shards, at
+            the end of the block's forward. The last item is, for each buffer, `requires_grad` of its full parameters in
             the block's forward.
         """
-        forward_pass, versions = token
+        forward_pass, versions, required = token
         self.schedule.join_backward(self, forward_pass)
         self.recompute.backward_begins(recomputed=False)
         if versions != [(buffer.number, buffer.shard._version) for buffer in self.buffers]:
@@ -445,6 +449,8 @@ class BlockState:
                 "step, by loading weights or by deleting parameters, so its gradients would be wrong. Run forward "
                 "again."
             )
+        for buffer, flags in zip(self.buffers, required):
+            buffer.gradient.require_grad(flags)
         self._entered = True
         ahead = self.previous and self.previous()
         self.unshard(ahead if ahead is not None and ahead.pending > 0 else None)

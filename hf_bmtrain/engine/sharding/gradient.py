@@ -54,6 +54,8 @@ class GradientBuffer:
             module.
         requires_grad: for each local parameter, whether it requires a gradient. Setting the parameter's own
             `requires_grad` changes this entry.
+        full_params_require_grad: the present `requires_grad` of each full parameter. The list itself is never changed,
+            only replaced, so that callers may keep it.
         trained: for each local parameter, whether it required a gradient in any call of `send` so far, or whether a
             loaded checkpoint says that it was trained.
         number: the number of the flat buffer in the order of creation. It identifies the buffer in the collective log.
@@ -86,7 +88,7 @@ class GradientBuffer:
         self._local_ranges = [placement.range for placement in placements]
         self.requires_grad = [full.requires_grad for full in full_params]
         self.trained = [False] * len(full_params)
-        self._full_params_require_grad = list(self.requires_grad)  # the present `requires_grad` of the full parameters
+        self.full_params_require_grad = list(self.requires_grad)
         self._noted_require_grad = list(self.requires_grad)  # the values last recorded in the collective log
         self._begun = False  # True while the shard is being written: from a backward's first gradient to `receive`
         self._pending: PendingReduce | None = None  # None except from `send` to `receive`
@@ -124,12 +126,22 @@ class GradientBuffer:
         """Copy `requires_grad` from the local parameters to the full parameters.
 
         Called before each training forward of a block, because users freeze the local parameters, but autograd uses the
-        full ones. (Root parameters are read as separate Parameters, for which `OnDemandGather.read` does the same.)
+        full ones. (Root parameters are read as separate Parameters, which `OnDemandGather.read` chooses accordingly.)
         """
-        if self.requires_grad != self._full_params_require_grad:
-            for full, required in zip(self._full_params, self.requires_grad):
-                full.requires_grad_(required)
-            self._full_params_require_grad = list(self.requires_grad)
+        self.require_grad(self.requires_grad)
+
+    def require_grad(self, required: Sequence[bool]) -> None:
+        """Set `requires_grad` of the full parameters.
+
+        Called before the backward of a block's forward, with the values of that forward: a forward since then may have
+        changed them, if the user froze parameters for it. Autograd would then drop gradients of the earlier forward.
+
+        required: for each full parameter, whether it requires a gradient.
+        """
+        if required != self.full_params_require_grad:
+            for full, each in zip(self._full_params, required):
+                full.requires_grad_(each)
+            self.full_params_require_grad = list(required)
 
     def free_if_unused(self) -> None:
         """Free the memory of the flat gradient (`shard` and the running sum) if it is no longer needed.

@@ -53,7 +53,7 @@ class OnDemandGather:
 
     def __init__(self, schedule: Schedule, buffer: ShardedBuffer) -> None:
         self._schedule, self._buffer = schedule, buffer
-        self._parameters = weakref.WeakKeyDictionary[torch.nn.Module, dict[int, torch.nn.Parameter]]()
+        self._parameters = weakref.WeakKeyDictionary[torch.nn.Module, dict[tuple[int, bool], torch.nn.Parameter]]()
         self._saved = weakref.WeakSet[_Saved]()
         self._watched = False
         self.unwatched = self.read_inside = False
@@ -116,6 +116,9 @@ class OnDemandGather:
         computes a separate gradient for each module. As soon as it is complete, `collect` adds it to the flat buffer's
         gradient, without waiting for the other modules.
 
+        While the parameter is frozen, a module gets another Parameter, which requires no gradient. Thus a backward
+        through an earlier forward still gets the gradients if the parameter is trained again by then.
+
         Args:
             sharded: the local parameter.
             reader: the module whose attribute is accessed.
@@ -131,13 +134,10 @@ class OnDemandGather:
         self._buffer.wait()
         self.unwatched |= not self._watched
         self.read_inside = True
-        own, index = self._parameters.setdefault(reader, {}), sharded.index
-        if index not in own:
-            own[index] = self._readable(index)
-        full, required = own[index], self._buffer.gradient.requires_grad[index]
-        if full.requires_grad != required:
-            full.requires_grad_(required)
-        return full
+        own, key = self._parameters.setdefault(reader, {}), (sharded.index, sharded.requires_grad)
+        if key not in own:
+            own[key] = self._readable(*key)
+        return own[key]
 
     def count_pass(self) -> None:
         """Count a training forward pass that reads the parameters. Called at the first read in the pass.
@@ -163,10 +163,9 @@ class OnDemandGather:
         if torch.is_grad_enabled():
             self._read_elsewhere = True
 
-    def _readable(self, index: int) -> torch.nn.Parameter:
-        weights = self._buffer.full_params[index].data
-        full = torch.nn.Parameter(weights, requires_grad=weights.is_floating_point() or weights.is_complex())
-        if not full.requires_grad:
+    def _readable(self, index: int, required: bool) -> torch.nn.Parameter:
+        full = torch.nn.Parameter(self._buffer.full_params[index].data, required)
+        if not required:
             return full  # torch allows gradient hooks only on tensors that require a gradient
         owner = weakref.ref(self)  # weak, because the garbage collector cannot free a cycle through autograd's hooks
 
@@ -183,15 +182,16 @@ class OnDemandGather:
         return full
 
     def full_params(self, index: int) -> list[torch.nn.Parameter]:
-        """Return the full Parameter objects of one parameter: one for each module that has read it. They share memory.
+        """Return the full Parameter objects that get gradients of one parameter. They share memory.
 
-        Each module reads its own Parameter object, so that autograd computes the gradient of each module separately.
+        There is one for each module that has read the parameter while it was trained. Each module reads its own
+        Parameter object, so that autograd computes the gradient of each module separately.
         `loss.backward(inputs=[parameter])` needs all of them: autograd must compute gradients for these objects, not
         for the local parameter that the user has passed.
 
         index: the index of the parameter in the flat buffer.
         """
-        return [own[index] for own in self._parameters.values() if index in own]
+        return [own[index, True] for own in self._parameters.values() if (index, True) in own]
 
     def collect(self, index: int, gradient: torch.Tensor) -> None:
         """Add a gradient to the flat buffer's gradient, which is later averaged over the ranks.

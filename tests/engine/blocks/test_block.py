@@ -118,6 +118,25 @@ def evaluation_between(options):
     check_twins(Tower, loss, **options)
 
 
+def frozen_for_another_forward(options):
+    """A forward is run frozen (of a reference, or of a discriminator), before the backward of another one."""
+    for recorded in (True, False):
+        for first in (True, False):
+            model, twin = bmt.auto_wrap(Tower(), **options), Tower()
+            sums = [torch.zeros(()), torch.zeros(())]
+            for step, trained in enumerate((first, not first)):
+                for either in (model, twin):
+                    either.requires_grad_(trained)
+                    either.embedding.requires_grad_()
+                with torch.set_grad_enabled(trained or recorded):
+                    values = losses(model, twin, step)
+                sums = [total + value for total, value in zip(sums, values)]
+            for either, value in zip((model, twin), sums):
+                either.requires_grad_()
+                value.backward()
+            check_gradients(model, twin)
+
+
 def two_graphs_two_backwards(options):
     """The second backward runs after the first has freed everything."""
     model, twin = bmt.auto_wrap(Tower(), **options), Tower()
@@ -465,7 +484,7 @@ CASES = [
     forward_without_backward, two_forwards_one_backward, evaluation_between, two_graphs_two_backwards,
     graph_walked_twice, weights_changed_before_backward, weights_changed_under_one_block, nothing_whole_at_rest,
     unused_parameter, gradient_on_one_rank_only, exception_in_forward, exception_in_backward, input_modified_in_place,
-    weight_modified_in_forward, weight_cast_in_forward, weights_written_between_forwards,
+    weight_modified_in_forward, weight_cast_in_forward, weights_written_between_forwards, frozen_for_another_forward,
     kwargs_with_gradients, tied_over_blocks, autocast_outside, block_keeps_its_identity,
 ]  # fmt: skip
 WRITES = [weights_changed_before_backward, weights_changed_under_one_block, weights_written_between_forwards]
@@ -498,6 +517,7 @@ def name(value):
             (forward_in_backward, 2, ZERO_3),
             (forward_without_backward, 2, KEEPING),
             (evaluation_between, 2, ZERO_3),
+            (frozen_for_another_forward, 2, ZERO_3),
             (two_graphs_two_backwards, 1, ZERO_3),
             (weights_changed_before_backward, 2, KEEPING),
             (gradient_on_one_rank_only, 3, ZERO_3),

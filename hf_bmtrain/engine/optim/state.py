@@ -214,6 +214,8 @@ class FullState:
         such as step counts, do not change. Called before the first step after a state was loaded.
         """
         self._sharded = optimizer.state
+        if isinstance(optimizer, torch.optim.LBFGS):
+            return  # each of its tensors is a vector over all parameters, of which every rank keeps all elements
         for parameter, state in optimizer.state.items():
             if isinstance(parameter, DistributedParameter):
                 for name, value in state.items():

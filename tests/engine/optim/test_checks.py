@@ -1,5 +1,6 @@
 """Which optimizers may update slices, found out by trying them; and those from before the wrapping, which may not."""
 
+import copy
 from unittest import mock
 
 import pytest
@@ -293,6 +294,35 @@ def test_shape_aware_ones(make):
         plain.step(lambda step=step: expected(step))
     for parameter, other in zip(model.parameters(), twin.parameters()):
         torch.testing.assert_close(parameter.gather().detach(), other.detach(), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("parameters", [1, 2])
+@on_ranks(2)
+def test_lbfgs_continues_from_its_state(parameters):
+    """Its vectors over all parameters are kept whole."""
+    model = bmt.auto_wrap(torch.nn.Linear(3, 4, bias=parameters == 2))
+    x = torch.arange(6.0).view(2, 3) / 10
+
+    def train(optimizer):
+        def closure():
+            optimizer.zero_grad()
+            loss = (model(x) - 1).square().mean()
+            loss.backward()
+            return loss
+
+        optimizer.step(closure)
+        return [p.gather().detach() for p in model.parameters()]
+
+    first = lbfgs(model.parameters())
+    before = train(first)
+    state = copy.deepcopy(first.state_dict())
+    expected = train(first)
+    with torch.no_grad():
+        for parameter, values in zip(model.parameters(), before):
+            parameter.copy_(values)
+    second = lbfgs(model.parameters())
+    second.load_state_dict(state)
+    torch.testing.assert_close(train(second), expected)
 
 
 @full

@@ -225,6 +225,21 @@ def test_training_stops(loss_scale):
     take_step(model, manager)  # and goes on if the user does
 
 
+@pytest.mark.parametrize("loss_scale", [8.0, *in_full(None)])
+@on_ranks(2)
+def test_steps_before_a_state_was_loaded_do_not_count(loss_scale):
+    """A program that continues from an earlier state, as the error advises, may skip as many steps as a new one."""
+    model, manager = make(loss_scale=loss_scale, max_skipped_steps=2)
+    earlier = manager.state_dict()
+    for _ in range(1 + (0 if loss_scale is None else 3)):
+        take_step(model, manager, 2)
+    with pytest.raises(RuntimeError, match="2 steps in a row were skipped"):
+        take_step(model, manager, 2)
+    manager.load_state_dict(earlier)
+    take_step(model, manager, 2)
+    assert loss_scale is None or manager.loss_scale == loss_scale / 2
+
+
 @on_ranks(3)
 def test_a_mean_that_overflows():
     """Each rank's gradient is finite; their sum, of which the mean is made, is not."""

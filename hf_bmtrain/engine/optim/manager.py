@@ -683,6 +683,7 @@ class OptimManager:
         if self._scale is not None:
             self._scale.fill_(state["loss_scale"])
         self._clean_steps.fill_(state["clean_steps"])
+        self._skips.start_anew()  # steps that were skipped before do not precede those that continue from this state
 
     # -- the end of the last step -------------------------------------------------------------------------------
 

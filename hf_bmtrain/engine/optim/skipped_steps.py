@@ -65,6 +65,10 @@ class SkippedSteps:
         self._looked = 0  # the number of the step to which `_counts` belongs
         self._counts: torch.Tensor | None = None
 
+    def start_anew(self) -> None:
+        """Begin a new series of skipped steps with the next one. Called when a state is loaded."""
+        self._last = 0
+
     def look(self, step: int, gradients: Sequence[torch.Tensor | None]) -> None:
         """Count nan and inf in the gradients of a skipped step, before the gradients are dropped, for `report`.
 

@@ -12,6 +12,7 @@ import torch
 import hf_bmtrain as bmt
 from cases import by_default, full, in_full
 from hf_bmtrain.checkpoint import host_copy as snapshot
+from ranks import on_ranks
 from resumable import OPTIMIZERS, Training
 from state_dicts import check_equal
 from tiny_models import batch, build
@@ -100,6 +101,18 @@ def written_beside(folder):
 @pytest.mark.parametrize("size", [2, *in_full(1)])
 def test_other_writes_are_found(world, tmp_path, size):
     assert world(size)(written_beside, str(tmp_path)) == [2] * size
+
+
+@on_ranks(1)
+def test_state_that_is_read_beside_a_save(folder):
+    """Reading it is no change, although masters are compared with the weights meanwhile."""
+    training = Training("llama", dtype=torch.bfloat16, blocks=1)
+    training.train(2)
+    with mock.patch.object(**LATE_COPIES):
+        saving = training.save(folder, non_blocking=True)
+        training.manager.state_dict()
+        saving.wait()
+    assert training.load(folder).step == 2
 
 
 def normalized_beside(folder):

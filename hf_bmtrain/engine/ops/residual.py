@@ -128,7 +128,10 @@ class Master:
         """
         if self.stored is None or self.is_residual:
             return
-        for p, w in _in_chunks(self.stored, self.weight.to(self.stored.device)):
+        # `.data` has a version counter of its own, so this does not count as a change for a background save, which
+        # raises an error if other code changes what it saves. Masters only change here after weights, which it also
+        # saves.
+        for p, w in _in_chunks(self.stored.data, self.weight.to(self.stored.device)):
             if w.dtype == torch.bfloat16:
                 p.copy_(_at(w, _distance(p, p.bfloat16())))
             else:

@@ -140,6 +140,7 @@ def load_state(
     return load_parts(folder, model, optimizer, scheduler, parameters=weights, buffers=weights, random=random)
 
 
+@torch.inference_mode(False)  # threads that read files could not write into tensors made in inference mode
 def load_parts(
     folder: str | os.PathLike,
     model: torch.nn.Module,

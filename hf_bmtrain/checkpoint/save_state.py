@@ -51,6 +51,7 @@ _SECONDS = 1800  # how long, in seconds, a background thread waits for another r
 _GONE_SECONDS = 5.0
 
 
+@torch.inference_mode(False)  # copies made in inference mode would have no version counters, which `Snapshot` reads
 def save_state(
     folder: str | os.PathLike,
     model: torch.nn.Module,

@@ -115,6 +115,29 @@ def test_state_that_is_read_beside_a_save(folder):
     assert training.load(folder).step == 2
 
 
+@pytest.mark.parametrize("non_blocking", [True, *in_full(False)])
+@on_ranks(1)
+def test_inference_mode(folder, non_blocking):
+    """A program may save or load where it evaluates."""
+    model = bmt.auto_wrap(torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.BatchNorm1d(3)), blocks=[])
+    optimizer = bmt.optim.AdamOptimizer(model.parameters(), state_bits=8)
+
+    def train():
+        model(torch.randn(4, 2)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    train()
+    with torch.inference_mode():
+        bmt.save_state(folder, model, optimizer, step=1, non_blocking=non_blocking).wait()
+    train()
+    expected = {name: value.clone() for name, value in model.state_dict().items()}
+    with torch.inference_mode():
+        assert bmt.load_state(folder, model, optimizer) == 1
+    train()
+    check_equal(model.state_dict(), expected)
+
+
 def normalized_beside(folder):
     """A forward writes the running statistics."""
     model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4))

@@ -20,7 +20,7 @@ class TrainingState:
     It also contains the attributes of modules, but does not copy tensors among them. Creating this object changes the
     model until `restore` is called:
 
-    * Gradients and gradient hooks of sharded parameters are set aside. The steps of `check_parity` begin without
+    * Gradients, and the gradient hooks of sharded parameters, are set aside. The steps of `check_parity` begin without
       gradients, and call none of these hooks.
     * Every block (transformer layer) is recomputed in backward, unless its recomputation is off. This replaces the
       policy of use_checkpoint="auto", which would otherwise measure the memory of these steps.
@@ -40,6 +40,8 @@ class TrainingState:
         self.hooks = sum(len(p._gradient_hooks) for p in sharded_params)
         self._weights = [(sharded, sharded.part.clone()) for sharded in sharded_params]
         self._others = [(p, p.grad) for p in model.parameters() if not isinstance(p, DistributedParameter)]
+        for parameter, _ in self._others:
+            parameter.grad = None  # a backward would add to the gradient in place
         self._states: list[Any] = [module._bmt for module in model.modules() if isinstance(module, CheckpointBlock)]
         self._policies = [state.recompute for state in self._states]
         for state in self._states:

@@ -334,6 +334,18 @@ def test_state_is_kept(dtype):
         assert torch.equal(value, trained[1][name]), name
 
 
+@on_ranks(1)
+def test_gradients_of_unsharded_parameters_are_kept():
+    """As in scripts of BMTrain, in which only the blocks are sharded."""
+    model = nn.Sequential(bmt.CheckpointBlock(nn.Linear(WIDTH, WIDTH)), nn.Linear(WIDTH, 1))
+    x = torch.randn(4, WIDTH)
+    model(x).square().mean().backward()
+    before = [parameter.grad.clone() for parameter in model.parameters()]
+    assert bmt.check_parity(model, x, loss=lambda outputs: outputs.square().mean(), verbose=False).ok
+    for parameter, gradient in zip(model.parameters(), before):
+        assert torch.equal(parameter.grad, gradient)
+
+
 @pytest.mark.parametrize("size", [2, *in_full(1)])
 @pytest.mark.parametrize(
     "function",

@@ -20,8 +20,8 @@ class TrainingState:
     It also contains the attributes of modules, but does not copy tensors among them. Creating this object changes the
     model until `restore` is called:
 
-    * Gradients, and the gradient hooks of sharded parameters, are set aside. The steps of `check_parity` begin without
-      gradients, and call none of these hooks.
+    * Gradients and gradient hooks are set aside. The steps of `check_parity` begin without gradients, and call none of
+      these hooks.
     * Every block (transformer layer) is recomputed in backward, unless its recomputation is off. This replaces the
       policy of use_checkpoint="auto", which would otherwise measure the memory of these steps.
 
@@ -30,7 +30,7 @@ class TrainingState:
         world: the ranks over which it is sharded.
 
     Attributes:
-        hooks: the number of gradient hooks of sharded parameters, which are set aside until `restore`.
+        hooks: the number of gradient hooks of the parameters, which are set aside until `restore`.
     """
 
     def __init__(self, model: torch.nn.Module, world: World) -> None:
@@ -40,6 +40,11 @@ class TrainingState:
         self.hooks = sum(len(p._gradient_hooks) for p in sharded_params)
         self._weights = [(sharded, sharded.part.clone()) for sharded in sharded_params]
         self._others = [(p, p.grad) for p in model.parameters() if not isinstance(p, DistributedParameter)]
+        found = [hooks for p, _ in self._others if (hooks := p._post_accumulate_grad_hooks)]
+        self._hooks = [(hooks, dict(hooks)) for hooks in found]
+        self.hooks += sum(map(len, found))
+        for hooks in found:
+            hooks.clear()  # in place: autograd refers to this dict
         for parameter, _ in self._others:
             parameter.grad = None  # a backward would add to the gradient in place
         self._states: list[Any] = [module._bmt for module in model.modules() if isinstance(module, CheckpointBlock)]
@@ -75,5 +80,7 @@ class TrainingState:
             restore()
         for parameter, gradient in self._others:
             parameter.grad = gradient
+        for hooks, kept in self._hooks:
+            hooks.update(kept)
         for state, policy in zip(self._states, self._policies):
             state.recompute = policy

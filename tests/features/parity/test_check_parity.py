@@ -336,14 +336,20 @@ def test_state_is_kept(dtype):
 
 @on_ranks(1)
 def test_gradients_of_unsharded_parameters_are_kept():
-    """As in scripts of BMTrain, in which only the blocks are sharded."""
+    """As in scripts of BMTrain, in which only the blocks are sharded. Nor are their hooks called."""
     model = nn.Sequential(bmt.CheckpointBlock(nn.Linear(WIDTH, WIDTH)), nn.Linear(WIDTH, 1))
     x = torch.randn(4, WIDTH)
     model(x).square().mean().backward()
-    before = [parameter.grad.clone() for parameter in model.parameters()]
-    assert bmt.check_parity(model, x, loss=lambda outputs: outputs.square().mean(), verbose=False).ok
+    before, hooked = [parameter.grad.clone() for parameter in model.parameters()], []
+    model[1].bias.register_post_accumulate_grad_hook(hooked.append)
+    parity = bmt.check_parity(model, x, loss=lambda outputs: outputs.square().mean(), verbose=False)
+    assert parity.ok
+    assert parity.unrun_hooks == 1
+    assert not hooked
     for parameter, gradient in zip(model.parameters(), before):
         assert torch.equal(parameter.grad, gradient)
+    model(x).square().mean().backward()
+    assert len(hooked) == 1
 
 
 @pytest.mark.parametrize("size", [2, *in_full(1)])

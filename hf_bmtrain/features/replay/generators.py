@@ -18,11 +18,14 @@ _KINDS = (random.Random, np.random.RandomState, np.random.Generator, torch.Gener
 
 
 def is_generator(value: Any) -> bool:
-    """Return whether `value` is a random generator object of Python, NumPy or torch.
+    """Return whether `value` is a random generator object of Python, NumPy or torch, whose state can be saved.
 
-    Always False while torch.compile traces the caller, because it cannot trace code that handles generators.
+    False for random.SystemRandom, which has no state. Always False while torch.compile traces the caller, because it
+    cannot trace code that handles generators.
     """
-    return not torch.compiler.is_compiling() and isinstance(value, _KINDS)
+    if torch.compiler.is_compiling():
+        return False
+    return isinstance(value, _KINDS) and not isinstance(value, random.SystemRandom)
 
 
 def _access(generator: Any) -> tuple[Callable[[], Any], Callable[[Any], Any]]:

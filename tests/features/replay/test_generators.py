@@ -175,3 +175,13 @@ def test_states(kind):
     unused = Generators([random, numpy.random])
     unused.keep_moved()
     assert unused._states == []
+
+
+@on_ranks(1)
+def test_a_generator_without_state():
+    """Plain torch takes a layer that has one, too."""
+    model = Tower()
+    for layer in model.layers:
+        layer.own = random.SystemRandom()
+    bmt.auto_wrap(model, use_checkpoint=True)(ids(0, 0)).backward()
+    assert all(parameter.grad is not None for parameter in model.parameters())

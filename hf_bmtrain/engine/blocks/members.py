@@ -39,7 +39,8 @@ class Members:
         # end with `_END`, so the first call of `update` makes the lists.
         self._seen: list[Any] = [None]
         self._attributes: list[dict[str, Any]] = []  # the `__dict__` of each of `modules`
-        self._plain = False  # whether no class of the module, and of `modules`, has a `train` of its own
+        # Whether no class of the module and of `modules` has a `train` of its own, and `_attributes` has their modes.
+        self._plain = False
 
     def update(self, module: torch.nn.Module) -> bool:
         """Make the lists again if a module or parameter was added, removed or replaced. Return whether this was so.
@@ -57,6 +58,7 @@ class Members:
         self._seen = [*self._values()]
         self._attributes = [vars(part) for part in self.modules]
         self._plain = not any(overrides(type(part), "train") for part in module.modules())
+        self._plain &= all("training" in each for each in self._attributes)  # modules of TorchScript have it elsewhere
         return True
 
     def are_in(self, mode: bool) -> bool:

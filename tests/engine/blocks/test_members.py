@@ -107,3 +107,5 @@ def test_members_do_not_keep_the_module_alive():
     assert module not in members.modules and len(members.parameters) == 2
     module.append(torch.nn.ReLU())
     assert members.update(module) and not members.are_in(False) and members.are_in(True)
+    module.append(torch.jit.script(torch.nn.ReLU()))
+    assert members.update(module) and not members.are_in(True)

@@ -158,8 +158,8 @@ class ParameterCount:
     def __init__(self, model: torch.nn.Module) -> None:
         self._model = weakref.ref(model)
         self._members = Members()
-        # For each parameter: (the parameter, its number of elements, whether only embedding modules contain it).
-        self._numels: list[tuple[torch.nn.Parameter, int, bool]] = []
+        # For each parameter of `_members`: (its number of elements, whether only embedding modules contain it).
+        self._numels: list[tuple[int, bool]] = []
         self._totals = (0, 0)  # elements of (all parameters, parameters that a non-embedding module contains)
         # The last count for Trainer, and how many more calls by Trainer return it without a check (see the class).
         self._answer, self._left = 0, 0
@@ -195,7 +195,7 @@ class ParameterCount:
             return self._totals[bool(exclude_embeddings)]
         return sum(
             numel
-            for parameter, numel, looked_up in self._numels
+            for parameter, (numel, looked_up) in zip(self._members.parameters(), self._numels)
             if parameter.requires_grad and not (exclude_embeddings and looked_up)
         )
 
@@ -204,11 +204,9 @@ class ParameterCount:
         for module in model.modules():
             (embeddings if isinstance(module, torch.nn.Embedding) else others).update(module._parameters.values())
         looked_up = embeddings - others
-        self._numels = [
-            (parameter, _numel(parameter), parameter in looked_up) for parameter in self._members.parameters
-        ]
-        embedded = sum(numel for _, numel, only_looked_up in self._numels if only_looked_up)
-        total = sum(numel for _, numel, _ in self._numels)
+        self._numels = [(_numel(p), p in looked_up) for p in self._members.parameters()]
+        embedded = sum(numel for numel, only_looked_up in self._numels if only_looked_up)
+        total = sum(numel for numel, _ in self._numels)
         self._totals = (total, total - embedded)
 
 

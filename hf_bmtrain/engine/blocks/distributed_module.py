@@ -249,7 +249,7 @@ class DistributedModule(ShardedModule):
         if first is None:
             return
         yield first
-        parameters = self._members_now().parameters
+        parameters = self._members_now().parameters()
         yield from parameters[1:] if parameters[0] is first else listed
 
     def train(self, mode: bool = True):

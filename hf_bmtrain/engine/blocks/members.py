@@ -5,15 +5,29 @@ from __future__ import annotations
 import functools
 import itertools
 import operator
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 
 _TRAINING = operator.itemgetter("training")
-_END = (object(),)
-"""The last item of both lists that `map` compares. `map` stops at the end of the shorter list, so without this item, a
-list would seem equal to a longer one that begins with it."""
+_read: Any = weakref.ref.__call__
+
+
+class _End:
+    """The last item of both lists that `Members.update` compares.
+
+    `map` stops at the end of the shorter list. Without a last item of its own, a list would seem equal to a longer one
+    that begins with it.
+    """
+
+
+class _Gone:
+    """A class whose only object is deleted at once, for a weak reference that represents None."""
+
+
+_NONE: Any = weakref.ref(_Gone())
 
 
 class Members:
@@ -23,23 +37,20 @@ class Members:
     thousands of modules, each takes milliseconds of every training step. `update` instead compares all entries of the
     modules' `_modules` and `_parameters` with those of the last listing, which takes 0.1 ms for 1,000 modules.
 
-    The lists contain no reference to the module itself, so a module may store this object without a reference cycle.
-
-    Attributes:
-        modules: all modules inside the module, without itself, each once.
-        parameters: its parameters, as `parameters()` lists them: each once.
+    The lists have weak references to parameters, because those listed inside `bmt.gathered` are full copies. There is
+    no reference to the module itself, so a module may store this object without a reference cycle.
     """
 
     def __init__(self) -> None:
-        self.modules: list[torch.nn.Module] = []
-        self.parameters: list[torch.nn.Parameter] = []
         self._held: list[Any] = []  # `values()` of the non-empty `_modules` and `_parameters`
         self._empty: list[dict[str, Any]] = []  # the empty `_modules` and `_parameters`
-        # The items of `_values()` at the last listing. The initial value [None] never equals these items, because they
-        # end with `_END`, so the first call of `update` makes the lists.
-        self._seen: list[Any] = [None]
-        self._attributes: list[dict[str, Any]] = []  # the `__dict__` of each of `modules`
-        # Whether no class of the module and of `modules` has a `train` of its own, and `_attributes` has their modes.
+        # Weak references to the items of `_values()` at the last listing. The initial value never equals these items,
+        # because they end with `_End`, so the first call of `update` makes the lists.
+        self._seen: list[Any] = [_NONE]
+        self._died: list[Any] = []  # the references to modules and parameters that were deleted since the last listing
+        self._parameters: list[weakref.ref[torch.nn.Parameter]] = []
+        self._attributes: list[dict[str, Any]] = []  # the `__dict__` of each module inside the module
+        # Whether no class of the modules has a `train` of its own, and `_attributes` has their modes.
         self._plain = False
 
     def update(self, module: torch.nn.Module) -> bool:
@@ -47,31 +58,36 @@ class Members:
 
         module: the module, the same one in every call.
         """
-        if not any(self._empty) and all(map(operator.is_, self._values(), self._seen)):
-            return False
-        own, *self.modules = module.modules()
-        assert own is module
-        self.parameters = list(torch.nn.Module.parameters(module))
-        dictionaries = [each for part in module.modules() for each in (part._modules, part._parameters)]
+        if not self._died and not any(self._empty):
+            if all(map(operator.is_, self._values(), map(_read, self._seen))):
+                return False
+        modules = list(module.modules())
+        dictionaries = [each for part in modules for each in (part._modules, part._parameters)]
         self._held = [each.values() for each in dictionaries if each]
         self._empty = [each for each in dictionaries if not each]
-        self._seen = [*self._values()]
-        self._attributes = [vars(part) for part in self.modules]
-        self._plain = not any(overrides(type(part), "train") for part in module.modules())
+        self._died = []
+        self._seen = [_NONE if value is None else weakref.ref(value, self._died.append) for value in self._values()]
+        self._parameters = list(map(weakref.ref, torch.nn.Module.parameters(module)))
+        self._attributes = [vars(part) for part in modules if part is not module]
+        self._plain = not any(overrides(type(part), "train") for part in modules)
         self._plain &= all("training" in each for each in self._attributes)  # modules of TorchScript have it elsewhere
         return True
 
-    def are_in(self, mode: bool) -> bool:
-        """Return whether all of `modules` are in training mode (`mode` is True), or all in evaluation mode.
+    def parameters(self) -> list[torch.nn.Parameter]:
+        """Return the parameters, each once, in the order of `torch.nn.Module.parameters`. Call `update` before."""
+        return list(map(_read, self._parameters))
 
-        The result is False if a class among them, or the module's class, has a `train` of its own, which may do more
-        than set the mode.
+    def are_in(self, mode: bool) -> bool:
+        """Return whether all modules inside the module are in training mode or, if `mode` is False, in evaluation mode.
+
+        The result is False if the class of one of them, or of the module, has a `train` of its own, which may do more
+        than set the mode. Call `update` before.
         """
         modes = map(_TRAINING, self._attributes)
         return self._plain and (all(modes) if mode else not any(modes))
 
     def _values(self) -> Iterator[Any]:
-        return itertools.chain(itertools.chain.from_iterable(self._held), _END)
+        return itertools.chain(itertools.chain.from_iterable(self._held), (_End,))
 
 
 @functools.cache

@@ -1,6 +1,7 @@
 """parameters() and train() of sharded modules read a list, which follows every change of the modules."""
 
 import copy
+import weakref
 
 import pytest
 import torch
@@ -101,11 +102,24 @@ def test_methods_of_users_list_parameters():
     assert len([*model.parameters()]) == 3
 
 
-def test_members_do_not_keep_the_module_alive():
+def test_members_keep_nothing_alive():
     module, members = torch.nn.Sequential(torch.nn.Linear(2, 2)), Members()
     assert members.update(module) and not members.update(module)
-    assert module not in members.modules and len(members.parameters) == 2
+    assert same(members.parameters(), [*module.parameters()])
     module.append(torch.nn.ReLU())
     assert members.update(module) and not members.are_in(False) and members.are_in(True)
     module.append(torch.jit.script(torch.nn.ReLU()))
     assert members.update(module) and not members.are_in(True)
+    died = weakref.ref(module)
+    del module
+    assert died() is None
+
+
+@on_ranks(2)
+def test_full_parameters_are_freed_after_gathered():
+    model = bmt.auto_wrap(build("llama"))
+    with bmt.gathered(model):
+        full = [*map(weakref.ref, model.parameters())]
+        assert all(ref().numel() == parameter.numel() for ref, parameter in zip(full, build("llama").parameters()))
+    assert not any(ref() is not None for ref in full)
+    assert all(isinstance(parameter, bmt.DistributedParameter) for parameter in model.parameters())

@@ -134,7 +134,8 @@ class OnDemandGather:
         self._buffer.wait()
         self.unwatched |= not self._watched
         self.read_inside = True
-        own, key = self._parameters.setdefault(reader, {}), (sharded.index, sharded.requires_grad)
+        index = sharded.index
+        own, key = self._parameters.setdefault(reader, {}), (index, self._buffer.gradient.requires_grad[index])
         if key not in own:
             own[key] = self._readable(*key)
         return own[key]

@@ -105,7 +105,7 @@ class UnbornLogits:
     """A placeholder for logits: `head(hidden) * scale`, or with a softcap `cap * tanh(head(hidden) * scale)`.
 
     torch's functions accept it in place of a tensor. cross_entropy computes the loss in chunks. Scaling, tanh,
-    reshaping and slicing of rows return a new placeholder. For every other function, the full logits are computed
+    reshaping and slicing of rows return a new UnbornLogits. For every other function, the full logits are computed
     and passed instead.
 
     Args:

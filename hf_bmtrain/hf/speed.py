@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import itertools
 import logging
-import operator
 import resource
 import sys
 import time
 import weakref
-from collections.abc import Iterator
 from typing import Any
 
 import torch
 from transformers import Trainer
 
+from ..engine.blocks.members import Members
 from ..engine.blocks.observer import Observer
 from ..engine.comm.streams import finish
 from ..engine.runtime.world import World, current_world
@@ -159,14 +157,9 @@ class ParameterCount:
 
     def __init__(self, model: torch.nn.Module) -> None:
         self._model = weakref.ref(model)
-        self._held: list[Any] = []  # `values()` of the modules' non-empty `_modules` and `_parameters`
-        self._empty: list[dict[str, Any]] = []  # the empty `_modules` and `_parameters`
-        # The items of `_values()` at the last call of `_search`: the modules and parameters in `_held`, then the marker
-        # `_END`. If `_values()` now yields other items, `_count` calls `_search`, which counts again. The initial
-        # value [None] never equals these items, because they end with `_END`, so the first count calls `_search`.
-        self._seen: list[Any] = [None]
-        # For each parameter: (the parameter, its number of elements, whether only embedding modules contain it).
-        self._numels: list[tuple[torch.nn.Parameter, int, bool]] = []
+        self._members = Members()
+        # For each parameter of `_members`: (its number of elements, whether only embedding modules contain it).
+        self._numels: list[tuple[int, bool]] = []
         self._totals = (0, 0)  # elements of (all parameters, parameters that a non-embedding module contains)
         # The last count for Trainer, and how many more calls by Trainer return it without a check (see the class).
         self._answer, self._left = 0, 0
@@ -194,34 +187,27 @@ class ParameterCount:
         self._left = 0
 
     def _count(self, only_trainable: bool, exclude_embeddings: bool) -> int:
-        if any(self._empty) or not all(map(operator.is_, self._values(), self._seen)):
-            self._search()
+        model = self._model()
+        assert model is not None, "the model was dropped"
+        if self._members.update(model):
+            self._search(model)
         if not only_trainable:
             return self._totals[bool(exclude_embeddings)]
         return sum(
             numel
-            for parameter, numel, looked_up in self._numels
+            for parameter, (numel, looked_up) in zip(self._members.parameters(), self._numels)
             if parameter.requires_grad and not (exclude_embeddings and looked_up)
         )
 
-    def _search(self) -> None:
-        model = self._model()
-        assert model is not None, "the model was dropped"
+    def _search(self, model: torch.nn.Module) -> None:
         embeddings, others = set(), set()
         for module in model.modules():
             (embeddings if isinstance(module, torch.nn.Embedding) else others).update(module._parameters.values())
         looked_up = embeddings - others
-        self._numels = [(parameter, _numel(parameter), parameter in looked_up) for parameter in model.parameters()]
-        embedded = sum(numel for _, numel, only_looked_up in self._numels if only_looked_up)
-        total = sum(numel for _, numel, _ in self._numels)
+        self._numels = [(_numel(p), p in looked_up) for p in self._members.parameters()]
+        embedded = sum(numel for numel, only_looked_up in self._numels if only_looked_up)
+        total = sum(numel for numel, _ in self._numels)
         self._totals = (total, total - embedded)
-        dictionaries = [each for module in model.modules() for each in (module._modules, module._parameters)]
-        self._held = [each.values() for each in dictionaries if each]
-        self._empty = [each for each in dictionaries if not each]
-        self._seen = [*self._values()]
-
-    def _values(self) -> Iterator[Any]:
-        return itertools.chain(itertools.chain.from_iterable(self._held), _END)
 
 
 def _numel(parameter: torch.nn.Parameter) -> int:
@@ -229,11 +215,6 @@ def _numel(parameter: torch.nn.Parameter) -> int:
     if not isinstance(parameter, DistributedParameter):
         return parameter.numel()
     return parameter.buffer.storage.whole_shape(parameter.index).numel()
-
-
-_END = (object(),)
-"""The last item of both lists that `map` compares. `map` stops at the end of the shorter list, so without this item, a
-list would seem equal to a longer one that begins with it."""
 
 
 def _peak_memory(world: World) -> float:

@@ -25,6 +25,7 @@ from ..sharding.slots import Slot, find_slots
 from ..sharding.state_dict import shard_on_load
 from .autograd import anchor_backward, uncached_autocast, watch_backward
 from .containers import copy_views, filled_in, tensors_in
+from .members import Members, overrides
 from .schedule import Schedule
 from .sharded_module import ShardedModule, extend_class
 
@@ -232,6 +233,34 @@ class DistributedModule(ShardedModule):
         return outputs
 
     # -- weights in and out -------------------------------------------------------------------------------------
+
+    def parameters(self, recurse: bool = True) -> Iterator[torch.nn.Parameter]:
+        listed = super().parameters(recurse)
+        if not recurse or torch.compiler.is_compiling() or overrides(type(self), "parameters", "named_parameters"):
+            return listed
+        return self._remembered(listed)
+
+    def _remembered(self, listed: Iterator[torch.nn.Parameter]) -> Iterator[torch.nn.Parameter]:
+        """Yield the module's parameters: the first of `listed`, which torch has made, and the others of `Members`.
+
+        Many callers want only the first one, for example to read its dtype. For them, `Members` is not updated.
+        """
+        first = next(listed, None)
+        if first is None:
+            return
+        yield first
+        parameters = self._members_now().parameters()
+        yield from parameters[1:] if parameters[0] is first else listed
+
+    def train(self, mode: bool = True):
+        if isinstance(mode, bool) and self.training is mode and self._members_now().are_in(mode):
+            return self
+        return super().train(mode)
+
+    def _members_now(self) -> Members:
+        members = self.__dict__.setdefault("_bmt_members", Members())
+        members.update(self)
+        return members
 
     def named_parameters(self, *args, **kwargs) -> Iterator[tuple[str, torch.nn.Parameter]]:
         self._schedule.discard_failed_backward()  # a failed backward may have left full parameters in modules

@@ -23,7 +23,14 @@ import torch
 from ...engine.base.torch_internals import optimize_scripts
 from ...engine.blocks.containers import ATOMS, containers_of, items_of
 
-_STANDARD = frozenset(vars(torch.nn.Module())) | {"_bmt", "_schedule", "float8_state", "config", "forward"}
+_STANDARD = frozenset(vars(torch.nn.Module())) | {
+    "_bmt",
+    "_bmt_members",
+    "_schedule",
+    "float8_state",
+    "config",
+    "forward",
+}
 """Names of attributes that are not saved, because a forward does not change them: those of every torch.nn.Module, those
 of this library, `config` and `forward`."""
 _HOOKS = (

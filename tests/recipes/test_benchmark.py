@@ -21,7 +21,8 @@ from common.adapters import add_adapters
 
 BENCHMARK = ROOT / "recipes" / "benchmark.py"
 TINY = ("--model", "tiny", "--batch", 2, "--seq", 16, "--warmup", 1, "--steps", 3, "--lr", 0.01)
-JOB = "tiny 2x16 2 ranks"
+ROWS, LENGTH = 16, 64
+JOB = f"tiny {ROWS}x{LENGTH} 2 ranks"
 ENGINES = {
     "ours": "--engine ours  # as it is\n\n",
     "fsdp2": "--engine fsdp2\n",
@@ -41,7 +42,8 @@ def several(tmp_path_factory):
     folder = tmp_path_factory.mktemp("benchmark")
     lines = ["--model /no/such/model\n", "--engine bmtrain --recompute full\n", *ENGINES.values()]
     (folder / "cells").write_text("".join(lines))
-    options = ("--cells", folder / "cells", "--output", folder / "out", "--plot", folder / "bars.png")
+    options = ("--batch", ROWS, "--seq", LENGTH)  # with fewer tokens, the rounding of bf16 hides what is compared
+    options += ("--cells", folder / "cells", "--output", folder / "out", "--plot", folder / "bars.png")
     return run(TWO_RANKS, BENCHMARK, *TINY, *options), folder
 
 
@@ -58,17 +60,17 @@ def small_mixture(tmp_path_factory):
 
 @full
 def test_engines_learn_alike(several):
-    """All in one process group. An optimizer without effect would be off by 0.05, float8 is by 0.008."""
+    """All in one group. An optimizer without effect would be off by 0.037, DDP is by 0.0005, float8 by 0.005."""
     done, folder = several
     reports = read_reports(folder / "out", JOB)
     assert sorted(report["engine"] for report in reports) == sorted(ENGINES)
     [plain] = [report for report in reports if report["engine"] == "ours"]
     for report in reports:
         assert len(report["losses"]) == 4
-        allowed = 0.015 if "float8" in report["engine"] else 2e-3
+        allowed = 0.008 if "float8" in report["engine"] else 1e-3
         assert report["losses"] == pytest.approx(plain["losses"], abs=allowed), report["engine"]
         assert report["spread_ms"][0] <= report["ms"] <= report["spread_ms"][1]
-        assert report["tokens_a_second_a_rank"] == pytest.approx(2 * 16 / report["ms"] * 1e3)
+        assert report["tokens_a_second_a_rank"] == pytest.approx(ROWS * LENGTH / report["ms"] * 1e3)
         assert set(report["seconds"]) == {"build", "first step", "other steps"}
     assert (folder / "bars.png").read_bytes().startswith(b"\x89PNG")
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 
@@ -49,14 +49,12 @@ class Options:
         check_use_checkpoint(self.use_checkpoint)
         if not isinstance(self.compile, str) or not self.compile:
             expect_flag("compile", self.compile)
-        if not _is_choice(self.keep_frozen, "auto"):
-            raise ValueError(f"keep_frozen must be True, False or 'auto', not {self.keep_frozen!r}")
+        _check_choice("keep_frozen", self.keep_frozen, KeepFrozen)
         name: Any = self.quantize_frozen
         if name is not None and (not isinstance(name, str) or name not in QUANTIZE_FROZEN):
             wanted = ", ".join(map(repr, QUANTIZE_FROZEN))
             raise ValueError(f"quantize_frozen must be None or one of {wanted}, got {name!r}")
-        if not _is_choice(self.float8, "rows"):
-            raise ValueError(f"float8 must be True, False or 'rows', got {self.float8!r}")
+        _check_choice("float8", self.float8, UseFloat8)
         keep: Any = self.keep
         if not isinstance(keep, (list, tuple)) or not all(isinstance(name, str) for name in keep):
             raise TypeError(
@@ -162,10 +160,17 @@ def _listed(options: dict[str, Any]) -> str:
 
 def check_use_checkpoint(use_checkpoint: object) -> None:
     """Raise ValueError if `use_checkpoint` is not a value that `auto_wrap` documents."""
-    if not _is_choice(use_checkpoint, "attention", "auto"):
-        raise ValueError(f"use_checkpoint must be True, False, 'attention' or 'auto', not {use_checkpoint!r}")
+    _check_choice("use_checkpoint", use_checkpoint, UseCheckpoint)
 
 
-def _is_choice(value: object, *words: str) -> bool:
-    """Return whether `value` is True, False or one of the strings `words`."""
-    return isinstance(value, bool) or (isinstance(value, str) and value in words)
+def words_of(choice: Any) -> list[str]:
+    """Return the strings in `choice`, the type of an argument that is a bool or one of several strings."""
+    return [word for part in get_args(choice) for word in get_args(part)]
+
+
+def _check_choice(name: str, value: object, choice: Any) -> None:
+    """Raise ValueError if `value`, passed for the argument `name`, is not among the values of the type `choice`."""
+    words = words_of(choice)
+    if not isinstance(value, bool) and not (isinstance(value, str) and value in words):
+        *first, last = map(repr, (True, False, *words))
+        raise ValueError(f"{name} must be {', '.join(first)} or {last}, not {value!r}")

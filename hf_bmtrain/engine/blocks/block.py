@@ -11,7 +11,7 @@ import types
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
@@ -55,7 +55,7 @@ class CheckpointBlock(ShardedModule):
     def __new__(
         cls,
         inner_module: torch.nn.Module,
-        use_checkpoint: bool | Literal["attention", "auto"] = True,
+        use_checkpoint: bool | str = True,
         zero_level: int | None = None,
         initialized: bool = False,
         mode: str = "BLOCK",

@@ -9,11 +9,13 @@ import argparse
 
 import torch
 
-from ..options import QUANTIZE_FROZEN
+from ..options import QUANTIZE_FROZEN, KeepFrozen, UseCheckpoint, words_of
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-KEEP_FROZEN = {"true": True, "false": False, "auto": "auto"}
-RECOMPUTE = {**KEEP_FROZEN, "attention": "attention"}
+KEEP_FROZEN, RECOMPUTE = (
+    {"true": True, "false": False, **{word: word for word in words_of(choice)}}
+    for choice in (KeepFrozen, UseCheckpoint)
+)
 _DESCRIPTION = "Predict the memory of a training step from a configuration, without weights, GPU or process group."
 
 

@@ -49,7 +49,7 @@ extern "C" __global__ void adam_prepare(const float* grad_scale, const float* fo
 }
 
 // Round to bf16 stochastically: away from zero with a probability equal to the fraction of the bf16 spacing that
-// truncation would cut off. inf and NaN do not change.
+// truncation would cut off. inf stays inf, and NaN stays NaN.
 __device__ __forceinline__ void round_stochastic(float x, unsigned random, bf16& y) {
     unsigned u = __float_as_uint(x);
     if ((u & 0x7f800000u) != 0x7f800000u)
@@ -82,7 +82,7 @@ __device__ __forceinline__ void store_exp_avg(bf16* p, float m, long long elemen
 
 // Make one step on n elements. Elements head .. head + 4 * quads, which are aligned to four elements in every array,
 // are updated four per thread; the elements before and after them are distributed over all threads of the grid.
-// index_base: the position of element 0 among all elements of the model, for the random bits.
+// index_base: the position of element 0 among all elements of the optimizer, for the random bits.
 extern "C" __global__ __launch_bounds__(256) void adam_update(
     const GRAD* __restrict__ grad, MASTER* __restrict__ master, EXP_AVG* __restrict__ exp_avg,
     float* __restrict__ exp_avg_sq, WEIGHT* __restrict__ weight, long long n, long long head, long long quads,

@@ -9,7 +9,8 @@ struct alignas(16) Record {  // the factors of one run in this step, in the orde
     float l2;
 };
 
-// Return 32 pseudo-random bits that depend only on the element and the step: MurmurHash3's finalizer (Appleby), twice.
+// `random_bits` returns 32 pseudo-random bits that depend only on the element and the step. It calls `mix`, the
+// finalizer of MurmurHash3 (Appleby), twice.
 __device__ __forceinline__ unsigned mix(unsigned h) {
     h ^= h >> 16, h *= 0x85ebca6bu, h ^= h >> 13, h *= 0xc2b2ae35u;
     return h ^ h >> 16;
@@ -18,7 +19,8 @@ __device__ __forceinline__ unsigned random_bits(long long element, unsigned seed
     return mix(mix((unsigned)element ^ seed * 0x9e3779b9u) + (unsigned)(element >> 32));
 }
 
-// Add the gradient g of one element to its moments m and v. p: its master, for L2 regularization.
+// Update the moments m and v of one element. g: its gradient, before the division by grad_scale. p: its master, for L2
+// regularization.
 __device__ __forceinline__ void average(const Record& r, float g, float p, float& m, float& v) {
     if (COUPLED) g = fmaf(r.l2, p, g);  // r.l2 contains a factor 1 / r.grad_scale, which the next line cancels
     g *= r.grad_scale;
@@ -27,9 +29,9 @@ __device__ __forceinline__ void average(const Record& r, float g, float p, float
 }
 
 // `join` restores a master from its weight, its 16-bit residual and v; `split` does the reverse. There are 65537
-// possible residuals, -32768 to 32768. The last one (of a tie that was rounded down) is stored as -32768, with the sign
-// bit of v set. If the restored master does not round to the weight, the weight was changed after `split`, and becomes
-// the new master.
+// possible residuals, -32768 to 32768. A residual of 32768 (of a master halfway between two weights that was rounded
+// down) does not fit into 16 bits. It is stored as -32768, with the sign bit of v set. If the restored master does not
+// round to the weight, the weight was changed after `split`, and becomes the new master.
 __device__ __forceinline__ float join(bf16 weight, short residual, float& v) {
     unsigned bits = __float_as_uint(v), tie = bits >> 31;
     v = __uint_as_float(bits & 0x7fffffffu);

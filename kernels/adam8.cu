@@ -5,12 +5,12 @@
 // Macros: as in adam.cu, without EXP_AVG. Masters that are stored as residuals have no tie flags.
 //
 // Memory traffic per element, with a bf16 gradient, weight and residual: 8.06 bytes read and 6.06 written. In the time
-// that this takes, a GPU issues about a hundred instructions per element, where an integer instruction counts twice. So
-// instructions limit this kernel, and it saves them: each thread updates eight elements, and four threads share a block
-// of 32; codes are unpacked and packed in pairs; one test for all eight elements finds rare cases (ties, NaN, weights
-// that others have changed, huge moments); square root, reciprocal and quotient are approximate, with errors of 2^-22,
-// far below those of the formats. A v below 2^-126 counts as 0. All loads are issued before the first is waited for:
-// the test for weights that others have changed would otherwise hold up the loads after it.
+// that this takes, a GPU executes only about a hundred instructions per element, where an integer instruction counts
+// twice. So instructions limit this kernel, and it saves them: each thread updates eight elements, and four threads
+// share a block of 32; codes are unpacked and packed in pairs; one test for all eight elements finds rare cases (ties,
+// NaN, weights that other code has changed, huge moments); square root, reciprocal and quotient are approximate, with
+// errors of 2^-22, far below those of the formats. A v below 2^-126 counts as 0. A thread starts all loads before it
+// waits for the first: otherwise, the test for weights that other code has changed would delay the loads after it.
 #include "adam.cuh"
 
 constexpr int M_FRACTION = 4, ROOT_FRACTION = 5, COUNT = 8;
@@ -36,7 +36,7 @@ template <typename T> __device__ __forceinline__ void store8(T* p, long long i, 
 }
 __device__ __forceinline__ void store8(none*, long long, const float*) {}
 
-// Eight masters as they are loaded: themselves, or weights and residuals.
+// Eight masters in the form in which they are stored: float32 masters, or weights and residuals.
 template <typename M, typename W> struct Masters {
     Eight<M> stored;
     __device__ __forceinline__ void load(const M* p, const W*, long long i) { stored.load(p, i); }
@@ -59,7 +59,7 @@ template <> struct Masters<short, bf16> {
         uint4 rounded = Wide<bf16>::pack(y);
         if ((rounded.x ^ w.x) | (rounded.y ^ w.y) | (rounded.z ^ w.z) | (rounded.w ^ w.w)) {
 #pragma unroll
-            for (int k = 0; k < COUNT; k++) {  // as in `join` (adam.cuh): a weight that was changed since is the master
+            for (int k = 0; k < COUNT; k++) {  // as in `join` (adam.cuh): a changed weight becomes the master
                 bf16 own = as_bf16(words[k / 2] >> 16 * (k % 2)), found;
                 from_float(y[k], found);
                 y[k] = found.bits == own.bits ? y[k] : to_float(own);
@@ -68,8 +68,8 @@ template <> struct Masters<short, bf16> {
     }
 };
 
-// The residual 32768 of a master halfway between two weights (a tie) that is rounded down needs a tie flag, which does
-// not exist here. Move such masters by their last bit.
+// A master halfway between two weights (a tie) that is rounded down has the residual 32768, which needs a tie flag.
+// There are no tie flags here, so move such a master by its last bit towards the weight.
 __device__ __forceinline__ void off_ties(float*, const float*) {}
 __device__ __forceinline__ void off_ties(float* p, const short*) {
     unsigned nearest = 1;
@@ -126,8 +126,8 @@ __device__ __forceinline__ float scale_of(unsigned exponent) {  // 2^(E+8), or i
     return __uint_as_float(min(exponent + 8, 255u) << 23);
 }
 
-// Return the exponent of a block whose largest magnitude is `largest`: that of `largest` itself, or the next one if
-// `largest` exceeds the second largest number that the format has with this exponent.
+// Return the exponent (with float32's bias) of a block whose largest magnitude is `largest`. This is the exponent of
+// `largest`, or the next one if `largest` exceeds the second largest number that the format has with this exponent.
 template <int FRACTION> __device__ __forceinline__ unsigned exponent_of(float largest) {
     return min((__float_as_uint(largest) + (2u << (23 - FRACTION)) - 1) >> 23, 255u);
 }
@@ -153,7 +153,7 @@ template <int FRACTION, bool SIGNED> __device__ __forceinline__ unsigned codes_o
 }
 
 // Make one step on n elements. aligned: whether each array of n elements is aligned to 16 bytes, or to 8 elements if
-// these take less. index_base: the position of element 0 among all elements of the model, for the random bits.
+// these take less. index_base: the position of element 0 among all elements of the optimizer, for the random bits.
 extern "C" __global__ __launch_bounds__(256) void adam8_update(
     const GRAD* __restrict__ grad, MASTER* __restrict__ master, unsigned char* __restrict__ exp_avg,
     unsigned char* __restrict__ exp_avg_exponents, unsigned char* __restrict__ exp_avg_sq,

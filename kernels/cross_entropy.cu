@@ -10,7 +10,7 @@
 #include "cross_entropy.cuh"
 
 constexpr int DEPTH = 4;     // pending groups of copies per thread
-constexpr int SCRATCH = 40;  // 16-byte vectors before the copied ones: 4 floats for each of 32 warps and 8 blocks
+constexpr int SCRATCH = 40;  // 16-byte vectors before the copied logits: 4 floats for each of 32 warps and 8 blocks
 constexpr float FLOOR =
     -2.0e38f;  // initial value of the running maximum: finite, so that logits of -inf never give inf - inf
 #define INFINITE __uint_as_float(0x7f800000u)

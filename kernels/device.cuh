@@ -98,9 +98,9 @@ __device__ __forceinline__ unsigned load_once(const unsigned* p) { return __ldcs
 __device__ __forceinline__ void store_once(uint4* p, uint4 v) { __stcs(p, v); }
 __device__ __forceinline__ void store_once(uint2* p, uint2 v) { __stcs(p, v); }
 __device__ __forceinline__ void store_once(unsigned* p, unsigned v) { __stcs(p, v); }
-// Load like load_once or, for two loads of the same 32 bytes, without its hint: the first one must not mark them for
-// eviction. The compiler does not move these loads to where the values are used, as it does with others, so all those
-// of a thread are on their way before it waits for the first.
+// Load without letting the compiler move the load to where its value is used, as it does with other loads. So a thread
+// starts all such loads before it waits for the first. once: whether to use the cache hint of load_once. Pass false if
+// a thread loads the same 32 bytes with two loads: the hint of the first would mark these bytes for eviction.
 __device__ __forceinline__ uint4 load_now(const uint4* p, bool once) {
     const auto from = __cvta_generic_to_global(p);
     uint4 v;
@@ -168,8 +168,8 @@ __device__ __forceinline__ uint4* shared_memory() {
     return dynamic_shared;
 }
 
-// Each thread copies 16 bytes per call, and closes a group of copies with commit_copies. wait_copies<N> waits until at
-// most N of this thread's groups are pending; then the thread may read what the other groups copied.
+// copy_async copies 16 bytes per thread, and commit_copies closes a group of a thread's copies. wait_copies<N> waits
+// until at most N of the thread's last groups are pending. The thread may then read what its earlier groups copied.
 __device__ __forceinline__ void copy_async(uint4* shared, const uint4* global) {
 #if __CUDA_ARCH__ >= 800
     unsigned address = (unsigned)__cvta_generic_to_shared(shared);

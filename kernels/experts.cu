@@ -1,8 +1,8 @@
 // The element-wise parts of a mixture of experts, each in one pass over memory. A token has k rows, one for each of its
 // experts; the rows of all tokens are sorted by expert. All arithmetic is in float32, and each element is rounded once.
 //
-// `vectors` is the number of vectors of 16 bytes of ELEMENT in a row of the result (a gate: in a half of a row of x).
-// They are aligned, so that no element is left over.
+// `vectors` is the width of a row in 16-byte vectors of ELEMENT; for the gate kernels, the width of half a row of x.
+// Rows are aligned to 16 bytes and consist of full vectors, so that no element is left over.
 //
 // Macros: ELEMENT: float, fp16 or bf16, the rows. OUT: ELEMENT or float, the sums of rows. WEIGHT: float; none if the
 // rows are added without weights.
@@ -65,7 +65,7 @@ extern "C" __global__ __launch_bounds__(256) void sum_rows_backward(int vectors,
     if (lane == 0) dweights[place] = product;
 }
 
-// out = silu(gate) * up. A row of x is a gate, and after it an up, each as wide as a row of `out`. One block per row.
+// out = silu(gate) * up. In each row of x, the first half is gate, and the second half is up. One block per row.
 extern "C" __global__ __launch_bounds__(256) void silu_gate(int vectors, const ELEMENT* x, ELEMENT* out) {
     long long row = blockIdx.x, width = (long long)vectors * COUNT;
     for (int v = threadIdx.x; v < vectors; v += blockDim.x) {

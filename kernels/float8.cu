@@ -9,10 +9,11 @@
 //     absmax_pieces, round_pieces                         the same, for ranges (pieces) of several matrices
 //     transpose_codes                                     1 byte read, 1 byte written
 // quantize_rows keeps a row in the registers of a block; elements that do not fit are read a second time, from the
-// caches. A second kernel over the same matrix starts where the first ended, because it finds those elements in L2.
+// caches. round_both, round_whole and round_transposed start with the elements that the absmax kernel has read last,
+// because these are still in the L2 cache.
 //
-// Macros: ELEMENT: float, fp16 or bf16. ALIGNED: 1 if x is aligned to 16 bytes and rows of x and of the results are
-// multiples of 16 elements; else 0, and elements are accessed one by one.
+// Macros: ELEMENT: float, fp16 or bf16. ALIGNED: 1 if x is aligned to 16 bytes, and all rows (or pieces) of x and of
+// the results begin and end at multiples of 16 elements; else 0, and elements are accessed one by one.
 #include "device.cuh"
 
 // A part is 16 bytes of x. COUNT: its elements. WORDS: the 4-byte words that its codes take.
@@ -77,7 +78,7 @@ struct Scale {
 __device__ __forceinline__ unsigned code(float x) {
     unsigned u = __float_as_uint(x), sign = u >> 24 & 0x80u, bits = u & 0x7fffffffu;
     if (bits > 0x7f800000u) return 0x7fu;
-    if (bits < 0x3c800000u)  // below 2^-6 results are multiples of 2^-9, the spacing of float32 at 2^14: adding rounds
+    if (bits < 0x3c800000u)  // below 2^-6, results are 2^-9 apart, like float32 numbers at 2^14: adding 2^14 rounds
         return sign | (__float_as_uint(__fadd_rn(__uint_as_float(bits), 16384.0f)) - 0x46800000u);
     return sign | ((bits + 0x7ffffu + (bits >> 20 & 1u) >> 20) - (127 - 7 << 3));
 }

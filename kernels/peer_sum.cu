@@ -21,8 +21,8 @@ __device__ __forceinline__ void add_total4(none*, long long, float*) {}
 __device__ __forceinline__ float add_total(float* total, long long i, float mean) { return total[i] += mean; }
 __device__ __forceinline__ float add_total(none*, long long, float mean) { return mean; }
 
-// Return the values of rank r: `mine` if r is this rank's number, `own`; otherwise one of the `rows`. They contain the
-// values of the other ranks in rank order, `stride` elements apart.
+// Return the values of rank r: `mine` if r is this rank's index, `own`; otherwise one of `rows`. The rows contain the
+// values of the other ranks in rank order, and are `stride` elements apart.
 __device__ __forceinline__ const ELEMENT* values(const ELEMENT* rows, long long stride, const ELEMENT* mine, int own,
                                                  int r) {
     return r == own ? mine : rows + (r - (r > own)) * stride;

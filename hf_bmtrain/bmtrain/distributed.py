@@ -359,7 +359,8 @@ def sum_loss(loss: torch.Tensor, comm: Any = None) -> torch.Tensor:
 
     Raises:
         NotImplementedError: `comm` is not a communicator from `config`.
-        ValueError: on every rank, if shapes or dtypes differ. Scalars are not compared.
+        ValueError: on every rank, if shapes or dtypes differ. Scalars are not compared: if only some ranks pass
+            a scalar, the ranks issue different collectives, which the error after the hang says.
     """
     ranks = _ranks(comm)
     _check_tensor("sum_loss", "loss", loss)

@@ -69,7 +69,7 @@ class WarmupLRScheduler:
     def check(self) -> None:
         """Check the settings of this learning rate schedule. `__init__` and `load_state_dict` call this method.
 
-        Settings that are numbers of NumPy become numbers of Python.
+        Settings that are NumPy numbers are converted to Python numbers.
 
         Raises:
             TypeError: a setting is not a number.

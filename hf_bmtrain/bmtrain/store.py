@@ -117,7 +117,8 @@ def _save_to_rank0(model: torch.nn.Module, destination: dict | None = None, pref
     """Return the full state dict of `model` on rank 0, with tensors on the CPU, and {} on other ranks.
 
     Collective: every rank must call it. Some models, such as ModelCenter's, call this function in their `state_dict`
-    method. So it calls `torch.nn.Module.state_dict` instead of that method, which would call this function again.
+    method. This function therefore calls `torch.nn.Module.state_dict`, because the model's own `state_dict` would call
+    this function again.
 
     destination: a state dict to which every rank adds the entries, and which every rank returns. Tensors that are not
         sharded are then added without a copy. None creates a new state dict.

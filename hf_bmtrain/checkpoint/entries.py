@@ -122,8 +122,9 @@ def model_entries(model: torch.nn.Module, chosen: Callable[[str, Any], bool] | N
 def was_trained(name: str, parameter: Any) -> bool:
     """Return whether a parameter is trainable now or, if it is sharded, was trained earlier.
 
-    It was trained earlier if it required a gradient in any backward so far, or if a loaded checkpoint says that it was
-    trained. PEFT freezes adapters while they are inactive, but checkpoints saved with `trained_only` must contain them.
+    It was trained earlier if it required a gradient in any backward so far, or if its values were loaded from a
+    checkpoint that was saved with `trained_only`. PEFT freezes adapters while they are inactive, but checkpoints saved
+    with `trained_only` must contain them.
 
     Args:
         name: the parameter's name. Not used, but `model_entries` passes it to every function that selects parameters.
@@ -326,8 +327,8 @@ def check_groups(kind: str, saved: Sequence[dict[str, Any]], mine: Sequence[dict
     the parameters inside a group may differ.
 
     Args:
-        kind: the optimizer's class name, used in the error message. Pass that of the saved optimizer. If the saved
-            state does not contain it, pass that of the optimizer into which the state is loaded.
+        kind: the class name of the saved optimizer, for the message. If the saved state does not contain this name,
+            pass the class name of the optimizer into which the state is loaded.
         saved: the saved groups. In each, "params" is a list of parameter names.
         mine: the optimizer's present groups in the same form, from `groups_of`.
     """
@@ -510,7 +511,8 @@ class LoadedState:
         state = {"state": self._state, "param_groups": self._groups}
         if not isinstance(self._optimizer, AdamOptimizer):
             for values in self._state.values():
-                # AdamOptimizer stores a part of "residual" in the sign of exp_avg_sq, which is otherwise not negative.
+                # AdamOptimizer may have saved this state. If so, drop its residuals, and the tie flags that belong to
+                # them: the signs of exp_avg_sq, which is otherwise never negative.
                 if values.pop("residual", None) is not None and "exp_avg_sq" in values:
                     values["exp_avg_sq"].abs_()
             # Make the optimizer's `state_dict` return full states from now on. Without this call, it would do so only

@@ -23,10 +23,10 @@ def fill_from(model: Any, weights: str | os.PathLike, world: World) -> None:
     large for one rank can be created on the meta device and loaded here.
 
     Safetensors files, and those of torch.save in its present format (zip), are mapped into memory. From these, each
-    rank reads only its own elements of each parameter and, if the files have checksums, the tensors that it verifies.
-    Other files are read completely, but each rank keeps only its own elements. All values are cast to the dtypes of the
-    model. For a Hugging Face model, the weights are tied first. Its non-persistent buffers, which no file contains, are
-    computed by its `_init_weights` if they are on the meta device.
+    rank reads only its own elements of each parameter, up to 192 elements for a hash and, if the files have checksums,
+    the tensors that it verifies. Other files are read completely, but each rank keeps only its own elements. All values
+    are cast to the dtypes of the model. For a Hugging Face model, the weights are tied first. Its non-persistent
+    buffers, which no file contains, are computed by its `_init_weights` if they are on the meta device.
 
     Args:
         model: the model, not yet sharded. Every tensor on the meta device must get a value. Any other tensor keeps its

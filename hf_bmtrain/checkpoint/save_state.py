@@ -114,7 +114,7 @@ def save_state(
             empty folder of that rank's own, before `save_state` returns (even with `non_blocking`). The files of all
             ranks become part of the checkpoint. If several ranks write a file with the same name, that of the lowest
             rank is saved. A file is not saved if `save_state` itself writes a file with the same name, such as
-            config.json. If a file is named manifest.json, saving fails.
+            config.json. The exception is manifest.json: saving fails if `add` writes a file with this name.
 
     Returns:
         A `SavingState`, whose `folder` is the checkpoint's folder.
@@ -383,11 +383,11 @@ class _Job:
         return self.root / (self.name or f"checkpoint-{self.step}")
 
     def begin(self, keeper: _Keeper, small: dict[str, bytes], state: dict[str, Any], model: torch.nn.Module) -> None:
-        """Create the temporary folder with all files of the checkpoint, but without the values of tensors.
+        """Create the temporary folder and the files that `save_state` itself writes, except the manifest.
 
-        Safetensors files already have headers and their final sizes, so that each rank can write its elements at the
-        right place. This method also locks `root`, the folder of the checkpoints, and sets the attributes `number`,
-        `staged` and, if it is None, `step`. Only rank 0 calls this method.
+        Safetensors files get their headers and final sizes, but not yet the values of tensors: each rank later writes
+        its own elements at the right place. This method also locks `root`, the folder of the checkpoints, and sets the
+        attributes `number`, `staged` and, if it is None, `step`. Only rank 0 calls this method.
 
         Args:
             keeper: stores the lock of `root` until later saves, and may already have it from an earlier save.
@@ -637,8 +637,8 @@ def _report(problems: list[str | None]) -> str | None:
 class _Collectives:
     """Exchanges the errors of the ranks after each stage of saving, for the thread that trains. It uses collectives.
 
-    Only one thread at a time may run collectives, so the background threads of `non_blocking` use `_Posts`, which has
-    the same methods (unless there is only one rank).
+    Only one thread at a time may run collectives. So if there are several ranks, the background threads of
+    `non_blocking` use `_Posts` instead, which has the same methods.
     """
 
     def __init__(self, world: World) -> None:

@@ -95,8 +95,8 @@ def save(model: torch.nn.Module, file_name: str | os.PathLike, non_blocking: boo
 
     Raises:
         RuntimeError: on every rank, if `non_blocking` differs between ranks, or if the file cannot be written. If
-            `file_name` existed before, it is not changed. With `non_blocking`, `Saving.wait` raises the latter error
-            instead, on rank 0 only.
+            `file_name` existed before, it is not changed. With `non_blocking`, if the file cannot be written, only
+            `Saving.wait` on rank 0 raises the error.
         TypeError, ValueError: an argument has the wrong type, or the file name is empty.
 
     Example::

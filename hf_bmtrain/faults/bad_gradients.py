@@ -292,8 +292,8 @@ def _describe(bad: Sequence[_Bad], present: int, watched: bool, size: int) -> st
     """Return a message about the gradients `bad`. It names only the gradients of the block that backward reached first.
 
     Backward goes from the last block (transformer layer) to the first, and inf and nan spread in this direction, so
-    the block that was reached first is the likely origin. At most 4 gradients are named. If the first is outside the
-    blocks, it alone is named.
+    the block that was reached first is the likely origin. At most 4 gradients are named. If backward first reached a
+    parameter outside the blocks, only its gradient is named.
 
     bad: the gradients that had inf or nan elements; at least one.
     present: the number of gradients whose elements could be counted.

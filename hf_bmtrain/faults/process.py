@@ -11,13 +11,19 @@
 
 If `init_distributed` fails, `destroy_at_exit` registers an exit handler that destroys torch's process group.
 
-Three other files also affect processes. When every rank must stop, for example after the timeout of `init_distributed`,
-`watch.py` kills suspended and blocked processes of this host (`os.kill`), and ends this process (`os._exit`) if its
-program cannot raise the error. `bmtrain/init.py` adds a hook to torch's optimizers, which checks that they can update
-sharded parameters, and replaces `orthogonal_` and `sparse_` of torch.nn.init, so that all ranks draw the same matrix.
-For plain tensors, the new functions do the same as the originals. If several ranks share the rows of a batch,
-`engine/wrap/accelerator.py` replaces a method of Accelerate's class Accelerator. For other models, the new method does
-the same as the original.
+Other files also change the process or torch:
+
+* `watch.py`: when every rank must stop, for example after the timeout of `init_distributed`, it kills suspended and
+  blocked processes of this host (`os.kill`), and ends this process (`os._exit`) if its program cannot raise the error.
+* `bmtrain/init.py` adds a hook to torch's optimizers, which checks that they can update sharded parameters, and enables
+  `foreach` for sharded parameters. If there are several ranks, it also replaces `orthogonal_` and `sparse_` of
+  torch.nn.init, so that all ranks draw the same matrix. For plain tensors, the new functions do the same as before.
+* `checkpoint/host_copy.py` adds a hook to torch's optimizers while a thread saves a checkpoint. Steps wait in this hook
+  until the values have been copied.
+* `engine/wrap/accelerator.py`: if several ranks share the rows of a batch, it changes Accelerate's state and replaces a
+  method of its class Accelerator. While no ranks share rows, the new method does the same as the original.
+* `engine/tensors`: when it is imported, it replaces `torch.autograd.backward` (before torch 2.11) and functions of
+  torch.distributed (before torch 2.12), so that they handle sharded tensors correctly or refuse them.
 """
 
 from __future__ import annotations
@@ -140,8 +146,8 @@ def _report_exceptions(watch: Watch, rank: int) -> Callable[[], None]:
             return
         problem = watch.problem
         # If every rank must stop, `problem` is the reason. An error that was raised for this reason quotes `problem`.
-        # Any other error is a separate failure, and is reported instead of `problem`. KeyboardInterrupt is an
-        # exception: the user presses Ctrl-C to end a wait that `problem` has caused, so `problem` is reported.
+        # Any other error is a separate failure, and is reported instead of `problem`. This is not so for
+        # KeyboardInterrupt: the user presses Ctrl-C to end a wait that `problem` has caused, so report `problem`.
         if problem is not None and not interrupted and problem not in str(error):
             problem = None
         if problem is None and isinstance(error, RuntimeError):
@@ -153,8 +159,8 @@ def _report_exceptions(watch: Watch, rank: int) -> Callable[[], None]:
             elif "CUDA error" in str(error):  # for example, because this GPU accessed memory of a rank that has ended
                 problem = watch.wait_for_problem(_CAUSE_SECONDS)
         first = watch.raised_before()
-        # The rank that ended first may itself have ended because of a third rank, which is the true cause. Its problem
-        # then names that third rank.
+        # The rank that ended first may itself have ended because of a third rank, which is the true cause. `problem` in
+        # its status then names the third rank.
         if first is not None and first[1].ended.startswith("ended"):
             cause = problem or first[1].problem or ""
             if cause.startswith("rank "):
@@ -198,7 +204,7 @@ def _is_raised_in(files: Sequence[str], trace: TracebackType | None) -> bool:
 
 
 def _hides_error(interruption: BaseException) -> bool:
-    """Return whether a KeyboardInterrupt interrupted the handling of another error, which would not be printed then.
+    """Return whether a KeyboardInterrupt was raised while another error was handled, which must be printed too.
 
     An error that a collective has raised does not count, because it may only show that another rank was interrupted.
     """
@@ -275,7 +281,7 @@ def _leave(world: World, watch: Watch, opened: Sequence[Communicator], joined: b
     joined: whether torch's process group existed before `init_distributed`. If so, it is not destroyed here.
     exits: the recorded last call of `sys.exit`, which gives the message and the exit code.
     """
-    # accelerator.end_training() destroys the process group. Without it, the ranks cannot wait for each other.
+    # accelerator.end_training() destroys the process group. The ranks can then not wait for each other.
     failed = getattr(sys, "last_value", None) is not None or not dist.is_initialized()
     problem = None
     watch.end(f"has left the program; its last exit call was {exits.last}" if exits.last else "has left the program")

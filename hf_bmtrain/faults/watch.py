@@ -33,8 +33,9 @@ _SILENT_SECONDS = 5.0
 _GRACE_SECONDS = 5.0
 """Time in seconds that a program waiting in an operation has to raise the error when every rank must stop. If it has
 not raised the error by then, its GPU operations are aborted. If it has not raised the error after the same time again,
-its process is ended. A program that is not waiting has more time. A program for which other ranks waited until the
-timeout has less."""
+its process is ended. A program that is not waiting has more time: up to the timeout of `init_distributed` before the
+GPU operations are aborted. If other ranks waited for the program until this timeout, its GPU operations are aborted at
+once, and its process is ended after SECONDS."""
 _DEVICE = "its device"
 """The value of `Status.waits` for a rank whose program makes no progress while its device has unfinished work. This
 work may be the rank's own, or a collective of torch.distributed that waits for another rank."""
@@ -361,7 +362,7 @@ class Watch(Monitor):
                 "must stop: %s", self._rank, theirs.pid, rank, why, problem,
             )  # fmt: skip
             # The launcher would wait forever for the process of `rank`. Kill it before this rank ends, so that the
-            # launcher reports `rank` as the one that failed first. Another rank may have killed this process already.
+            # launcher reports `rank` as the one that failed first. Another rank may already have killed that process.
             with contextlib.suppress(ProcessLookupError):
                 os.kill(theirs.pid, signal.SIGKILL)
             self.wait_for_end(rank, SECONDS)
@@ -422,7 +423,7 @@ class Watch(Monitor):
         """
         waited = time.time() - self.status.waits_since if self.status.waits else 0.0
         # The timeout does not apply while this rank waits for its device, whose work may be slow. Nor does it apply
-        # after the program has ended, because the rank then waits in the barrier at exit, which has its own timeout.
+        # after the program has ended: the rank then waits in the barrier at exit, which itself ends after the timeout.
         over = waited >= self._control.timeout and self.status.waits != _DEVICE and not self.status.ended
         if waited < self._next and not over:
             return None

@@ -50,14 +50,15 @@ def extensions_of(options: Options) -> list[Extension]:
 
 
 class LayerFeatures:
-    """Gives `engine` the parts of a block (sharded layer) that are implemented in `features`, such as compilation.
+    """Gives `engine` the parts of a block that are implemented in `features`, such as compilation.
 
-    `engine` must not import `features`. So it calls the methods of this object, which it finds as
+    `engine` must not import `features`. Instead, it calls the methods of this object, which is stored as
     `World.layer_features`. The interface is documented in `engine.blocks.recompute.LayerFeatures`:
 
     * `check` raises ValueError if the user has passed a `use_checkpoint` that `auto_wrap` does not document.
     * `recompute` returns the object that decides which forwards of a block are recomputed in backward.
-    * `replay` returns the object that restores a layer's buffers and random generators for a recomputation.
+    * `replay` returns the object that restores a layer's state (buffers, random generators, attributes) for a
+      recomputation.
     * `compile` compiles a block's forward with torch.compile, also with CUDA graphs if the given options request them.
     * `inputs` returns a new store that keeps the inputs of one model's blocks in host memory, or None on the CPU.
     """
@@ -128,8 +129,8 @@ def auto_wrap(
             fit on the GPU, which is measured in the first steps; none on the CPU.
         quantize_frozen: "nf4" or "fp8" quantizes the frozen weight matrices of blocks to 4 or 8 bits, which makes them
             read-only. None quantizes none.
-        float8: whether the linear layers in blocks compute in float8. Layers that cannot are logged with the reason.
-            "rows" is a synonym of True.
+        float8: whether the linear layers in blocks compute in float8. The log lists the layers that cannot, with the
+            reason. "rows" is a synonym of True.
         keep: names of modules to exclude from `float8`, with all layers in them. A name matches whole dot-separated
             parts of a full name: "down_proj" and "layers.0.mlp" both match "model.layers.0.mlp.down_proj"; "proj" does
             not.

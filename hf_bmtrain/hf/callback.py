@@ -51,7 +51,8 @@ class BMTrainCallback(TrainerCallback):
     * In each save, every rank writes its own elements of weights and optimizer state to the checkpoint. In four cases,
       the ranks write only trained weights in this way, and the full weights are also gathered on rank 0, where Trainer
       then saves the model: the model has adapters, `tp_size` has split its weights, its class overrides
-      `save_pretrained`, or it is not a model from transformers.
+      `save_pretrained`, or it is not a model from transformers. With `save_only_model`, no optimizer state is saved,
+      and in these four cases rank 0 alone saves the model.
 
     To each log entry with the training loss, the callback adds samples_per_second (over all ranks), peak_memory_gib
     (the largest of any rank) and, if they are known, tokens_per_second (over all ranks) and model_tflops_per_device.
@@ -134,9 +135,10 @@ class BMTrainCallback(TrainerCallback):
             check_arguments(args, model)
             follow_shared_rows(model, args)
             # Trainer calls `num_parameters` after each micro-batch, for its total_flos. The model's own method is slow
-            # for sharded parameters, and counts only this rank's part of weights that `tp_size` splits. PEFT's wrapper
-            # has no such method, and passes the call on. So replace that of the model inside: an attribute of the
-            # wrapper would get into deep copies of it, as if it were the program's own.
+            # for sharded parameters, and counts only this rank's part of weights that `tp_size` splits, so replace it.
+            # If PEFT wraps the model, replace the method of the model inside the wrapper. The wrapper's class has no
+            # such method (it passes the call on), and deep copies of a sharded model leave out a replacement only if
+            # the module's class has a method of the same name.
             base = base_of(model)
             if hasattr(base, "num_parameters"):
                 base.num_parameters = ParameterCount(base)
@@ -164,9 +166,9 @@ class BMTrainCallback(TrainerCallback):
             return
         setattr(trainer, HAD_CALLBACK, True)
         # This method is called in `on_init_end` and again when training begins. `count_rows_once` must run both times,
-        # because TRL's trainers are not completely constructed in `on_init_end`, and so must `follow_loss_function`,
-        # because a program may set the function in between. The other functions must not add their hooks twice: if the
-        # model already has the hooks of this trainer, `claim_hooks` returns False.
+        # because TRL's trainers are not completely constructed in `on_init_end`. `follow_loss_function` must run both
+        # times, too, because a program may set `trainer.compute_loss_func` in between. The other functions must not add
+        # their hooks twice: if the model already has the hooks of this trainer, `claim_hooks` returns False.
         count_rows_once(trainer)
         follow_loss_function(trainer)
         if not claim_hooks(model, trainer):
@@ -178,10 +180,11 @@ class BMTrainCallback(TrainerCallback):
             average_router_loss(model, trainer, is_mean)
 
     def _follow_errors(self) -> None:
-        """Make the Trainer's `train` restore the handler of SIGTERM if it raises: `on_train_end` does not run then.
+        """Make the Trainer's `train` restore the previous handler of SIGTERM even if training raises an error.
 
-        If the callback was added to an existing Trainer (`add_callback`), this affects only later calls of `train`: the
-        one that is running when `on_train_begin` is called cannot be replaced.
+        Trainer does not call `on_train_end` after an error. If the callback was added to an existing Trainer
+        (`add_callback`), this method first runs in `on_train_begin`. The call of `train` that is then running does not
+        restore the handler after an error, but later calls do.
         """
         trainer: Any = calling_trainer()
         if trainer is None or not self._save_on_sigterm:

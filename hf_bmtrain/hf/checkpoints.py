@@ -268,7 +268,8 @@ class TrainerCheckpoints:
 
         * The user has replaced the weight files of the checkpoint by other files. The buffers then stay, too.
         * `save_pretrained` wrote the weights, not `save` (see `writes_own_weights`), and the checkpoint has no
-          checksums of them, because the user has deleted complete.json to replace them. A warning says so.
+          complete.json, which contains the checksums of these weights. Either the user has deleted this file in order
+          to replace the weights, or training ended before `complete` wrote it. A warning is logged.
 
         The files that Trainer itself wrote are also verified, even those that Trainer loads only after this call.
 
@@ -308,8 +309,8 @@ class TrainerCheckpoints:
         # put the newer groups back afterwards.
         groups = [{**group} for group in self._optimizer.param_groups]
         # If the user has replaced the weights, the parameters stay as Trainer has loaded them. Buffers are loaded here
-        # unless the replaced files have them. They may differ between ranks, but Trainer does not load each rank's own
-        # buffers: for a model with adapters, it loads none, and for other models, every rank loads those of rank 0.
+        # unless the user's files contain them. This is because buffers may differ between ranks, but Trainer does not
+        # load each rank's own: for a model with adapters, it loads none, and for others, all ranks load rank 0's.
         own = writes_own_weights(self._model)
         replaced = _weights_were_replaced(place) if own else _weights_may_be_replaced(place)
         load_parts(
@@ -363,7 +364,8 @@ def newest_complete(output_dir: str | os.PathLike) -> Path | None:
     """Return the newest intact checkpoint of Trainer in `output_dir`, after verifying its checksums.
 
     Collective: every rank must call it. Each rank verifies a part of the bytes. Damaged and incomplete checkpoints are
-    skipped and logged. Checkpoints of the stock Trainer have no checksums; only their completeness is checked.
+    skipped and logged. A checkpoint of the stock Trainer has no checksums. It counts as intact if its
+    trainer_state.json, which Trainer writes last, can be read.
 
     Returns:
         The folder; None if `output_dir` does not exist or has no checkpoint.
@@ -407,8 +409,8 @@ def _ask(folder: Path, look: Callable[[Path, int, int], str | None]) -> str | No
     must call it.
 
     folder: the checkpoint.
-    look: searches for damage. It gets the folder, this rank and the number of ranks, and returns a description of the
-        damage, or None if there is none.
+    look: a function that searches for damage. It gets the folder, this rank and the number of ranks, and returns a
+        description of the damage, or None if there is none.
     """
     world = current_world()
     try:
@@ -535,9 +537,11 @@ def _by_step(output_dir: str | os.PathLike) -> list[Path]:
 
 
 def _missing(folder: Path) -> str | None:
-    """Read the files that Trainer itself has written to a checkpoint, to check whether they are complete.
+    """Return why a checkpoint is incomplete, or None if Trainer has finished writing its own files to it.
 
-    Returns a description of the error from reading them, or None if they are complete.
+    The description is that of the first error in reading these files. trainer_state.json, which Trainer writes last, is
+    always read. optimizer.pt and scheduler.pt are read only if `TrainerCheckpoints.save` wrote optimizer state to the
+    checkpoint. In this case, the ranks' random states (rng_state*.pth) are also checked, unless complete.json exists.
     """
     try:
         json.loads((folder / "trainer_state.json").read_bytes())
@@ -614,8 +618,8 @@ def _raise_if_damaged(folder: Path, look: Callable[[Path, int, int], str | None]
     Collective: every rank must call it.
 
     folder: the checkpoint.
-    look: searches for damage. It gets the folder, this rank and the number of ranks, and returns a description of the
-        damage, or None if there is none.
+    look: a function that searches for damage. It gets the folder, this rank and the number of ranks, and returns a
+        description of the damage, or None if there is none.
     """
     problem = _ask(folder, look)
     if problem is not None:

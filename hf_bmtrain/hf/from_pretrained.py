@@ -66,7 +66,8 @@ def from_pretrained(
         name_or_path: a name on the hub, or a folder. None if `kwargs` contains `state_dict`.
         *model_args: passed to the class's `from_pretrained`.
         zero_level: 3 frees a block's full parameters between forward and backward; 2 keeps them. None uses the value
-            given to `init_distributed`. `auto_wrap` explains this argument and those below in full.
+            given to `init_distributed`. The documentation of `auto_wrap` describes `zero_level`, and the arguments
+            from `use_checkpoint` to `cuda_graphs`, in full.
         use_checkpoint: what is recomputed in backward. True: each block. False: nothing. "attention": each block except
             the outputs of attention. "auto": only as much as GPU memory requires, measured in the first step.
         compile: whether to compile the blocks (transformer layers), or the name of a backend of torch.compile.
@@ -198,7 +199,7 @@ def _admit(name_or_path: str | os.PathLike | None, kwargs: dict[str, Any]) -> No
 
 @contextmanager
 def _synchronous() -> Iterator[None]:
-    """Under `with`, make transformers read tensors one by one, so that few full tensors are in memory at once."""
+    """Context manager that makes transformers read tensors one by one, so that few are in memory in full at once."""
     before = os.environ.get(_SYNCHRONOUS)
     os.environ[_SYNCHRONOUS] = "1"
     try:
@@ -212,7 +213,7 @@ def _synchronous() -> Iterator[None]:
 
 @contextmanager
 def _scattering(world: World) -> Iterator[None]:
-    """Under `with`, keep no full copy in memory of the parameters that transformers reads from files.
+    """Context manager inside which the parameters that transformers reads from files are not kept in memory in full.
 
     A hook on the registration of parameters replaces each of these parameters by a SourcedParameter, which refers to
     the memory-mapped file or has a copy of this rank's elements. The hook recognizes the parameters by the attribute

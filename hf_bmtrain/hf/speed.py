@@ -29,10 +29,10 @@ class Speedometer(Observer):
     `pause` and `resume` around evaluations and saves. This object is an observer, so every forward of the model calls
     it, and forwards in training mode with gradients enabled are counted, until `close`.
 
-    The FLOPs are those that training requires, without recomputation. Per token they are 6N for N parameters in matrix
-    products, and 12·L·H·T for attention, with L layers, T tokens in the sequence, and H, the width of all attention
-    heads of a layer together (Chowdhery et al., 2022, appendix B). FLOPs are not reported for mixtures of experts and
-    encoder-decoders, for which the formula does not hold.
+    The FLOPs are those that training of all parameters requires, without recomputation. Per token they are 6N for N
+    parameters in matrix products, and 12·L·H·T for attention, with L layers, T tokens in the sequence, and H, the width
+    of all attention heads of a layer together (Chowdhery et al., 2022, appendix B). FLOPs are not reported for mixtures
+    of experts and encoder-decoders, for which the formula does not hold.
 
     Args:
         model: the model that is trained, sharded or not. It is referenced weakly.

@@ -86,11 +86,13 @@ class TrainerMixin:
         return super().train(given, *args, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
-        """Load the weights of a checkpoint to resume from; each rank reads only its own elements.
+        """Load the weights of the checkpoint from which training resumes.
 
-        This requires a checkpoint to which each rank wrote its own elements. For any other checkpoint, the trainer's
-        own method is called, which reads the full weights on every rank. If the checkpoint has an optimizer.pt, nothing
-        is read here, because the weights are loaded with the optimizer when training begins.
+        If the ranks wrote their own elements of the weights to the checkpoint (see `writes_own_weights`), each rank
+        reads only its own elements. Such a checkpoint may also have an optimizer.pt. Nothing is then read here, because
+        BMTrainCallback loads the weights with the optimizer state when training begins.
+
+        For any other checkpoint, the trainer's own method is called, which reads the full weights on every rank.
         """
         folder = Path(resume_from_checkpoint)
         if not ((folder / MANIFEST).exists() and writes_own_weights(self.model)):

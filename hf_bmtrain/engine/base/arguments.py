@@ -90,7 +90,7 @@ def expect_callable(name: str, value: Any, wanted: str) -> None:
 
 
 def expect_flag(name: str, value: Any) -> None:
-    """Raise TypeError unless `value` is True, False, 1, 0 or None.
+    """Raise TypeError unless `value` is True, False, 1, 0 or None, or a NumPy bool.
 
     Strings are refused, because the string "False", for example from a configuration file, counts as true in Python.
 

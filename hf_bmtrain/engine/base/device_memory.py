@@ -1,4 +1,4 @@
-"""The memory of one device, according to torch's caching allocator."""
+"""Memory statistics of one device, from torch's caching allocator and the device's driver."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Compile .cu files at run time and launch their kernels on torch's current stream. Needs no nvcc and no CUDA headers.
 
     variant = Variant("grad_norm", (("ELEMENT", "bf16"),))     # a source file and its macros
-    launch = kernel(variant, "squared_norm_partials", device)  # compiled once per machine, loaded once per process
+    launch = kernel(variant, "squared_norm_partials", device)  # compiled if not in the cache, loaded once per process
     launch(grid, block, x, n, partials)                        # arguments are checked against the source's signature
 
 NVRTC, CUDA's run-time compiler, compiles a variant to a cubin (machine code for one GPU architecture). The cubin is
@@ -40,7 +40,7 @@ _SCALARS = {
     "float": ((float, *_INTEGERS, numpy.floating), numpy.float32),
 }  # fmt: skip
 C_NAMES = {torch.float32: "float", torch.float16: "fp16", torch.bfloat16: "bf16"}
-"""The dtypes that the kernels read and write, and their names in the sources."""
+"""{dtype of weights and gradients that the kernels support: its name in the CUDA sources}."""
 
 
 def source_folder() -> Path:

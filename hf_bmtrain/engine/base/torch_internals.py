@@ -1,4 +1,4 @@
-"""All private names of torch that the package uses, and why it needs them. Other modules import the names from here.
+"""Private names of torch that the package uses, and why it needs them. Other modules import the names from here.
 
 Most are plain aliases, so that a call costs nothing extra. A name that does not exist in every supported version of
 torch (2.6 and later) has a default value.
@@ -6,6 +6,7 @@ torch (2.6 and later) has a default value.
 The package also uses these private attributes, which cannot be aliased:
 
 * `Tensor._version`, the version counter, by which autograd notices writes (inference tensors have none);
+* `Tensor._base` and `._is_view`, the tensor of which a tensor is a view;
 * `Tensor._backward_hooks` and `._post_accumulate_grad_hooks`, because the hooks of a parameter cannot be listed
   otherwise;
 * `Tensor._values`, the values of a sparse tensor, because the public `values` raises if the tensor is not coalesced;
@@ -16,6 +17,8 @@ The package also uses these private attributes, which cannot be aliased:
   cannot be listed otherwise;
 * `Module._apply` and `._load_from_state_dict`, which subclasses override, because no public hook can replace what they
   do;
+* `Module._non_persistent_buffers_set`, the names of the buffers that are not in the state dict, and
+  `._compiled_call_impl`, which is set if `Module.compile` was called, because neither can be found out otherwise;
 * `Library._destroy`, which undoes the registrations of a `torch.library.Library` (torch's own tests use it);
 * `DistributedDataParallel._active_ddp_module`, the only indication that a forward runs inside DistributedDataParallel.
 """
@@ -224,7 +227,8 @@ def graph_outputs_in_use(device: torch.device) -> int:
 def schema_of(operator: Any) -> Any:
     """Return the schema of an operator of torch.ops, for example to find out which arguments the operator writes.
 
-    Returns None if `operator` has several overloads, or is not an operator. There is no public equivalent.
+    Returns None if `operator` is an OpOverloadPacket with several overloads, or is not an operator. There is no public
+    equivalent.
     """
     if isinstance(operator, torch._ops.OpOverloadPacket):
         overloads = operator.overloads()

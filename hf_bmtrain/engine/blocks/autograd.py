@@ -56,9 +56,8 @@ class _LeaveBackward(torch.autograd.Function):
 def _apply(function: type[torch.autograd.Function], *args: Any) -> Any:
     """Return `function.apply(*args)`, but skip torch's checks for functorch, which take half the time of the call.
 
-    Inside a functorch transform, the checks are not skipped, because they raise torch's error for functions that do not
-    support transforms. Nor are they skipped while torch.compile traces, because torch.compile supports only
-    `function.apply`.
+    Inside a functorch transform, the checks run, because they raise torch's error for functions that do not support
+    transforms. They also run while torch.compile traces, because it supports only `function.apply`.
     """
     if torch.compiler.is_compiling() or functorch_transforms_active():
         return function.apply(*args)
@@ -156,10 +155,10 @@ def watch_backward(before: Callable[[Any], None], token: Any, outputs: Any) -> t
 
     In each backward, the hooks call `before` once, when the first gradient of an output has been computed.
 
-    `enter_backward`, in contrast, replaces the outputs. If the model returns a hidden state that its later layers use
-    too, the user would then get another tensor than the later layers. The user's hook or `retain_grad()` on it would
-    miss the part of the gradient that comes from the later layers. With hooks on the outputs, the user gets the tensor
-    that the later layers use, and sees its complete gradient.
+    `enter_backward`, in contrast, replaces the outputs. A model may return a hidden state that its later layers use
+    too. If it were replaced, the user would get a different tensor than the later layers, and a hook or `retain_grad()`
+    on it would miss the part of the gradient that comes from the later layers. With hooks on the outputs, the user gets
+    the tensor that the later layers use, and sees its complete gradient.
 
     In three cases, such hooks are unsuitable, and this function calls `enter_backward` instead:
 

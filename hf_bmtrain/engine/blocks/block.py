@@ -106,13 +106,13 @@ class CheckpointBlock(ShardedModule):
             state.own_forward = state.eager_forward  # compile the layer's forward again, not the compiled function
         state.eager_forward = state.own_forward
         make = current_world().layer_features.compile
-        # A graph that contains the forward and its recomputation also contains a call of torch's checkpoint. With graph
-        # breaks, this call would run uncompiled, so forbid them (fullgraph=True).
         owner = weakref.ref(state)  # weak, to avoid a cycle: `state` refers to `recomputed` through `graphs`
 
         def recomputed(function: Callable) -> Callable:
             block = owner()
             assert block is not None
+            # `function` calls torch's checkpoint around the forward. With graph breaks, this call would run uncompiled,
+            # so forbid them (fullgraph=True).
             return make(function, block, {**kwargs, "fullgraph": True})
 
         if state.own_forward is not None:
@@ -265,8 +265,8 @@ class TransformerBlockList(torch.nn.ModuleList):
     def link(self) -> None:
         """Tell each block its neighbors in the list, so that it can prefetch their parameters.
 
-        A block prefetches the next block in forward, and the previous block in backward. You need not call this method:
-        the constructor and `auto_wrap` do, and so do `del` and assignments of items.
+        A block prefetches the next block in forward, and the previous block in backward. The constructor, `auto_wrap`,
+        `del` and assignments of items call this method. Call it yourself after `append`, `extend` or `insert`.
         """
         blocks: list[Any] = [block for block in dict.fromkeys(self) if isinstance(block, CheckpointBlock)]
         for block, following in zip(blocks, blocks[1:]):
@@ -323,10 +323,10 @@ class TransformerBlockList(torch.nn.ModuleList):
         self.link()
 
     def _unlink(self) -> None:
-        """Forget the neighbors, because a block may be removed.
+        """Clear the links between the blocks, before an item of the list is replaced or deleted.
 
-        It may be in a reference cycle, which the garbage collector finds earlier on some ranks than on others. Its
-        neighbors would then prefetch it on some ranks only.
+        The links are weak references. A removed block may be in a reference cycle, which is garbage-collected earlier
+        on some ranks than on others. With the links, only some ranks would then still prefetch the block.
         """
         blocks: list[Any] = [block for block in self if isinstance(block, CheckpointBlock)]
         for block in blocks:

@@ -42,7 +42,7 @@ class BlockState:
     * after a forward of which no output requires a gradient: at once.
     * after any other forward: with `zero_level` 3, when another block starts; with `zero_level` 2, after the block's
       backward.
-    * after a backward: at once. But if other calls of the block still wait for their backward: when another block
+    * after a backward: at once, or, if other calls of the block still wait for their backward, when another block
       starts.
 
     The gradients are reduced when no call of the block waits for its backward (`pending` is 0), at the latest at the
@@ -91,7 +91,7 @@ class BlockState:
     _open: bool = field(default=False, init=False)  # whether the slots are set to full parameters
     _entered: bool = field(default=False, init=False)  # backward reached the block, but has not reduced its gradients
     _recomputed: bool = field(default=True, init=False)  # whether backward recomputes the last training forward
-    _recomputed_in_hooks: bool = field(default=True, init=False)  # the same, of the last one inside saved-tensor hooks
+    _recomputed_in_hooks: bool = field(default=True, init=False)  # the same, for the last one inside saved-tensor hooks
 
     @property
     def keeps_no_cache(self) -> bool:
@@ -342,11 +342,11 @@ class BlockState:
     def forget_deleted(self, leave: bool) -> None:
         """Remove the slots of parameters that were deleted from the layer, by themselves or with their module.
 
-        A parameter counts as deleted only if the layer does not have it under another name, and if its module has no
-        other value in its place.
+        A parameter does not count as deleted if the layer has it under another name, or if its module has another
+        value (parameter, buffer, submodule or attribute) under its name.
 
-        leave: whether flat buffers leave the block if all of their parameters were deleted. The block does not
-            all-gather them any more, so every rank must do this at the same point.
+        leave: whether to also remove each flat buffer whose parameters were all deleted. The block no longer
+            all-gathers such a buffer, so every rank must remove it at the same point.
         """
         layer = self.layer()
         modules = () if layer is None else layer.modules()
@@ -376,7 +376,10 @@ class BlockState:
         return self.slots
 
     def put_back(self, slot: Slot) -> None:
-        """Attach a parameter again that was deleted and forgotten. Every rank must do this at the same point."""
+        """Add the slot of a parameter that was deleted from the layer (see `forget_deleted`) and is now back in it.
+
+        The block all-gathers the parameter's flat buffer again, so every rank must call this at the same point.
+        """
         self.slots.append(slot)
         if slot.sharded.buffer not in self.buffers:
             self.left.discard(slot.sharded.buffer)

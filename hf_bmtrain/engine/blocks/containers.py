@@ -78,9 +78,10 @@ def tensors_in(
     Args:
         values: the values to search.
         seen: ids of containers to skip. The ids of the containers that are searched are added to it.
-        strange: a list to which this function appends the objects that may contain tensors but cannot be searched. Such
-            objects (for example, of a class with `__slots__`) are not containers, have no `__dict__`, and are unknown
-            to torch's pytree. The caller decides what to do about them, for example to raise an error.
+        strange: a list to which this function appends the objects that it cannot search: those that are not tuples, in
+            which `containers_of` finds no container, and that torch's pytree does not know. Examples are modules,
+            functions, and objects with `__slots__` instead of `__dict__`. The caller decides what to do about them, for
+            example to raise an error.
         constants: whether to also yield the tensors that do not require a gradient.
     """
     for value in values:
@@ -170,10 +171,9 @@ def filled_in(inputs: Iterable[Any], skipped: set[int], objects: bool = False) -
 
     Args:
         inputs: the arguments of the forward.
-        skipped: a set of ids, which this function extends if `objects` is False. For each of the other arguments, which
-            are then not returned, it adds the ids of the containers in which that argument stores its items and
-            attributes (the results of `containers_of`). The caller can pass this set to `tensors_in` as `seen`, so that
-            these arguments are not searched, even if the outputs of the forward refer to them.
+        skipped: a set, to which this function adds the ids of the containers (see `containers_of`) of those arguments
+            that it leaves out because `objects` is False. The caller can pass this set to `tensors_in` as `seen`, so
+            that these arguments are not searched, even if the outputs of the forward refer to them.
         objects: whether to return the other arguments too. Searching them takes longer: a key-value cache, for example,
             contains the tensors of all layers.
     """

@@ -53,12 +53,12 @@ def _let_out(module: DistributedModule, group: Sequence[OnDemandGather], inputs:
     tracks. Views that leave the module may be read later without autograd. If there are any, this function sets
     `unwatched` of the OnDemandGather, which prevents the early freeing. (If no backward follows, the parameters are
     freed at the end of the outermost forward.) The outputs, the lists and dicts among the arguments, and the module's
-    attributes are searched for views.
+    attributes and buffers (`register_buffer`) are searched for views.
 
     Args:
         module: the module, whose forward has ended.
-        group: the OnDemandGathers of its parameters. Each unshards and frees one flat buffer. Buffers that
-            the forward did not read are skipped, because no views of them exist.
+        group: the OnDemandGathers of its parameters. Each unshards and frees one flat buffer. Flat buffers that the
+            forward did not read are skipped, because no views of them exist.
         inputs: the arguments of the forward.
         outputs: its return value. If objects in it cannot be searched, the parameters are kept.
     """
@@ -184,11 +184,12 @@ class DistributedModule(ShardedModule):
         return outputs
 
     def _refuse_new_forward(self) -> None:
-        """Raise RuntimeError if the call of this module during a backward is a forward with a backward of its own.
+        """Raise RuntimeError if this module is called during a backward of its model, and the call is a new forward.
 
-        The blocks would take the new forward for a recomputation, so gradients would be lost. A recomputation by
+        The blocks would treat the new forward as a recomputation, so its gradients would be lost. A recomputation by
         torch's checkpoint is recognized by the checkpoint's saved-tensor hooks. The second forward of a checkpoint with
-        use_reentrant=True runs without such hooks, but is allowed, because blocks recognize it in another way.
+        use_reentrant=True runs without such hooks, but is allowed, because blocks recognize it by
+        `inside_reentrant_checkpoint`. torch 2.6 cannot report hooks, so nothing is refused there.
         """
         if not torch.is_grad_enabled() or inside_reentrant_checkpoint():
             return
@@ -201,13 +202,13 @@ class DistributedModule(ShardedModule):
                 )
 
     def _watched(self, function: Callable, args: tuple, kwargs: dict) -> Any:
-        """Return `function(*args, **kwargs)`. The parameters of the module are resharded as early as possible.
+        """Return `function(*args, **kwargs)`, and reshard the parameters of this module as early as possible.
 
         During the call, `on_demand.watch` tracks which views of the full parameters autograd saves. The parameters are
-        resharded once backward needs none of these views, unless the caller gets views too. This requires that no other
-        module reads parameters of the same flat buffers during the call, which is certain only if the module has no
-        children. The parameters of a module with children are not tracked, and stay unsharded until backward is over.
-        If gradients are disabled, nothing is tracked, because autograd saves nothing.
+        resharded once backward needs none of these views, unless code outside the module may have views too. The
+        parameters of a module with children are not tracked, because a child might read parameters of the same flat
+        buffers during the call. They stay unsharded until backward is over. If gradients are disabled, nothing is
+        tracked, because autograd saves nothing.
 
         A backward may begin at a tensor that the module keeps in an attribute, or gives to a hook. So such tensors are
         watched like the outputs of the model (`Schedule.watch`).
@@ -241,9 +242,11 @@ class DistributedModule(ShardedModule):
         return self._remembered(listed)
 
     def _remembered(self, listed: Iterator[torch.nn.Parameter]) -> Iterator[torch.nn.Parameter]:
-        """Yield the module's parameters: the first of `listed`, which torch has made, and the others of `Members`.
+        """Yield the module's parameters in torch's order: the first from `listed`, the others from `Members`.
 
         Many callers want only the first one, for example to read its dtype. For them, `Members` is not updated.
+
+        listed: torch's own iterator over the parameters. It is used for all of them if `Members` begins differently.
         """
         first = next(listed, None)
         if first is None:

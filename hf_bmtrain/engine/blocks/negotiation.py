@@ -61,9 +61,9 @@ class Negotiation:
     that has reached the end of its forward or backward takes part in the same way until all ranks have reached the end
     of theirs.
 
-    The numbers do not affect the results of training. They determine only how often a flat buffer is gathered or
-    reduced twice because ranks need it at different times. (If its gradient is reduced twice, the second mean is added
-    to the first.)
+    The numbers do not affect the results of training. They only affect how many flat buffers are all-gathered or
+    reduced twice in a pass, because ranks need them at different times. (If a gradient is reduced twice, the second
+    mean is added to the first.)
     """
 
     def __init__(self, control: ObjectComm, reduce: Callable[[list[GradientBuffer]], None]) -> None:

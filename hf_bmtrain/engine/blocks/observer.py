@@ -1,7 +1,4 @@
-"""Observers: objects with methods that are called at events of training, such as the end of a backward or step.
-
-They observe training, and do not change it.
-"""
+"""Observers: objects with methods that are called at events of training, such as the end of a backward or step."""
 
 from __future__ import annotations
 
@@ -76,7 +73,10 @@ class Observer:
         """
 
     def out_of_memory(self) -> str | None:
-        """Return a note to add to a torch.OutOfMemoryError of a forward, backward or step, or None to add nothing."""
+        """Return a note to add to a torch.OutOfMemoryError, or None to add nothing.
+
+        Called if the error is raised in the forward of a model, or in `backward` or `step` of an OptimManager.
+        """
 
     def record(self, tensor: torch.Tensor, name: str, group: str | None, requires_grad: bool) -> None:
         """Called for each activation that the user's code passes to `record_tensor`.

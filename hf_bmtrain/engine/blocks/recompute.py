@@ -49,10 +49,10 @@ class Recompute:
         Called before the block's all-gather. If layers issue collectives in their own forwards, a recomputation issues
         these collectives again. In this case, the result must be the same on all ranks.
 
-        A user's function may call this block, even several times, and may itself run inside a checkpoint of torch (with
-        use_reentrant=False). When backward runs the function again, this method is not called. Instead, its last result
-        inside saved-tensor hooks, such as those of that checkpoint, is used for each call of the block. So it must
-        return the same result for all calls inside one such checkpoint.
+        The result must also be the same for all calls of the block inside one torch.utils.checkpoint (with
+        use_reentrant=False) around the block. When backward runs the checkpointed function again, this method is not
+        called: each call of the block then uses the last result that this method returned inside saved-tensor hooks,
+        such as those of the checkpoint.
 
         Args:
             args: the positional arguments of the forward.

@@ -69,7 +69,9 @@ class RecomputedGraphs:
         try:
             return self._call(compiled, args, kwargs)
         except compile_errors() as error:
-            source.refused = f"torch.compile cannot trace the forward and backward as one: {compile_reason(error)}"
+            source.refused = (
+                f"torch.compile cannot trace the forward and its recomputation as one graph: {compile_reason(error)}"
+            )
             raise CannotRecompute(source.refused) from error
 
     def eager(self, *args: Any, **kwargs: Any) -> Any:
@@ -88,7 +90,7 @@ class RecomputedGraphs:
 
 
 class CannotRecompute(Exception):
-    """Raised by `RecomputedGraphs.run` if torch.compile cannot trace a layer's forward and its backward as one graph.
+    """Raised by `RecomputedGraphs.run` if a layer's forward and its recomputation cannot be compiled as one graph.
 
     The caller (the block) logs the message, which states the reason. It then runs the forward inside torch's
     checkpoint, so that backward repeats the whole forward, instead of only the part that the gradients need.

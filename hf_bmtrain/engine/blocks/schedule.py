@@ -57,17 +57,18 @@ class BackwardParticipant(Protocol):
 
 
 class Order(NamedTuple):
-    """A record of what one training forward of a module has called and read.
+    """A record of one training forward of a module: the first block that it called, and what it read after its blocks.
 
-    The schedule expects the module's next training forward to do the same, and prefetches what this next forward will
-    need: `first`, when the next forward reads parameters outside blocks before it calls a block; and the flat buffers
-    of `tail`, when the next forward makes its `calls`-th call of a block.
+    The schedule assumes that the module's next training forward does the same, and uses the record to prefetch:
+
+    * When the next forward reads root parameters before it has called a block, the all-gathers of `first` are started.
+    * In the next forward's `calls`-th call of a block, the all-gathers of `tail` are started.
 
     Attributes:
         first: the block that the forward called first.
         calls: the number of calls of blocks in the forward. A block that was called twice counts twice.
-        tail: the OnDemandGathers of the flat buffers that the forward did not read until its last call of a block had
-            ended, such as the head's. (An OnDemandGather all-gathers one flat buffer of parameters outside blocks.)
+        tail: the OnDemandGathers of the flat buffers that the forward first read after its last call of a block, such
+            as the head's. (An OnDemandGather all-gathers one flat buffer of root parameters.)
     """
 
     first: BlockState
@@ -103,7 +104,8 @@ class ForwardPass:
         tail: {OnDemandGather: None} of the flat buffers of root parameters that were first read after the last call of
             a block, such as those of the final norm and the head.
         prefetched: the OnDemandGathers whose flat buffers were prefetched because they are in the tail of `expected`.
-        negotiation: makes the ranks agree on each collective, if they may enter different blocks; otherwise None.
+        negotiation: makes the ranks agree on each collective of an uneven model, whose ranks may enter different
+            blocks. None for other models.
         entry: FORWARD, or EVALUATION if gradients are disabled. `negotiation` writes this constant to the collective
             log, the list of operations that the ranks compare.
     """
@@ -257,7 +259,8 @@ class Schedule:
     """Decides when blocks are resharded and when reductions are waited for. All models share one schedule.
 
     Args:
-        control: exchanges Python objects between the ranks, for `negotiation`. The other arguments become attributes.
+        control: exchanges Python objects between the ranks, for `negotiation`.
+        shards, blocks, outside, inside: see the attributes of the same names.
 
     Attributes:
         shards: allocates and all-gathers shards.
@@ -451,8 +454,8 @@ class Schedule:
     def add_reader(self, reader: OnDemandGather) -> None:
         """Register that the running forward pass reads the root parameters (outside blocks) that `reader` all-gathers.
 
-        If no backward will follow, the forward pass reshards these parameters at its end. Otherwise, those that the
-        backward needs are all-gathered again when it begins.
+        If no backward will follow, these parameters are resharded at the end of the forward pass. Otherwise, when the
+        backward begins, the parameters that it needs are all-gathered, unless they are still unsharded.
         """
         if self.running is not None:
             self.running.add_reader(reader)
@@ -512,11 +515,11 @@ class Schedule:
 
     @property
     def negotiated(self) -> int | None:
-        """What an uneven model does now: FORWARD, EVALUATION (gradients are disabled) or BACKWARD. None if none runs.
+        """The pass that an uneven model is running: FORWARD, EVALUATION (without gradients) or BACKWARD; else None.
 
-        A model is uneven if the ranks may enter different blocks of it. While it runs, the ranks must agree on each
-        collective before they issue it, so callers read this property first. They pass the constant to `negotiation`,
-        which writes it to the collective log (the list of operations that the ranks compare).
+        A model is uneven if the ranks may enter different blocks of it. During its passes, the ranks must agree on each
+        collective before they start it. So code that is about to start a collective reads this property. If the value
+        is not None, the code first calls `negotiation`, which writes the value to the collective log.
         """
         if self._passes:
             uneven = any(each.negotiation is not None for passes in self._passes.values() for each in passes)
@@ -540,9 +543,10 @@ class Schedule:
     def prefetch_tail(self, running: ForwardPass) -> None:
         """Start the all-gathers of the root parameters that the running forward will probably read after its blocks.
 
-        Root parameters are those outside blocks, such as those of the head. Called whenever a block has been unsharded,
-        but has an effect only when the forward has called exactly as many blocks as the module's previous forward did.
-        Collective: every rank must call it. If the forward does not read the parameters, they are resharded at its end.
+        Root parameters are those outside blocks, such as those of the head. Called in each call of a block, after the
+        block has been unsharded. If the module's previous training forward made n calls of blocks, only the n-th call
+        has an effect. If the forward does not read the parameters, they are resharded at its end. Collective: every
+        rank must call it.
         """
         if running.expected is not None and running.calls == running.expected.calls:
             running.prefetched = running.expected.tail
@@ -590,10 +594,10 @@ class Schedule:
 
         member: for example a block, or the OnDemandGather of a root buffer (a flat buffer of parameters outside
             blocks). Adding it again has no effect.
-        forward_pass: the forward pass in which `member` was used, or None if it is unknown. Usually the backward has
-            reached the outputs of this forward pass before, which has started the all-gathers of root parameters. If
-            not, because the loss depends only on an activation inside the model, this method starts them (see
-            `ForwardPass.before_backward`). It starts none if the forward pass is still running.
+        forward_pass: the forward pass in which `member` was used, or None if it is unknown. Usually, the backward has
+            already reached the outputs of this forward pass, and hooks on them have started the all-gathers of root
+            parameters. If the loss depends only on an activation inside the model, this method starts these all-gathers
+            (see `ForwardPass.before_backward`). If the forward pass is still running, none are started.
         """
         task = current_graph_task()
         if forward_pass is not None and forward_pass not in self._passes.get(task, ()):
@@ -651,9 +655,9 @@ class Schedule:
     def is_member(self, member: BackwardParticipant) -> bool:
         """Return whether `member` was added (see `join_backward`) to a backward that has not ended.
 
-        A backward that is calling `finish_backward` of its participants counts as ended. So in `finish_backward`, the
-        result is True only if another backward, around this one (which then runs in a reentrant checkpoint), still
-        needs the full parameters of `member`.
+        A backward counts as ended when it begins to call `finish_backward` of its participants. If `finish_backward`
+        itself calls this method, True therefore means that an outer backward, which runs the ending one inside a
+        reentrant checkpoint, still needs the full parameters of `member`.
         """
         return any(member in members for members in self._members.values())
 
@@ -735,15 +739,15 @@ class Schedule:
         self._receive(ahead=0)
 
     def send(self, gradients: list[GradientBuffer]) -> None:
-        """Start to average the gradients of one block or one root buffer over the ranks.
+        """Start to average the gradients of one block, or of root buffers, over the ranks.
 
         Collective: every rank must call it. To limit the memory for gradients, the current stream first waits for
         earlier reductions (with several ranks, usually for all but those of the previous call). If ranks may enter
         different blocks, this rank also takes part in the collectives that other ranks need, until all ranks agree that
         this reduction is next.
 
-        gradients: the gradients of all trainable flat buffers of the block, or of the root buffer (a flat buffer of
-            parameters outside blocks).
+        gradients: the gradients of all trainable flat buffers of a block, or of one or more root buffers (flat buffers
+            of root parameters).
         """
         if self.negotiated is None:
             self._start(gradients, self.blocks.ahead)
@@ -768,7 +772,7 @@ class Schedule:
             self.send(gradients)
 
     def _start(self, gradients: list[GradientBuffer], ahead: int = 0) -> None:
-        """Wait for all reductions except those of the last `ahead` calls, then start to reduce `gradients`."""
+        """Start to reduce `gradients`, after waiting for all earlier reductions but those of the last `ahead` calls."""
         # `_receive` calls gradient hooks, which may be collective, so all ranks must receive a gradient at the same
         # point. If ranks may enter different blocks, they call `make_room` at different points. `ahead` is then 0: all
         # earlier gradients are received here, at a point that all ranks reach together, and none are left to
@@ -785,12 +789,9 @@ class Schedule:
             self._pending.append(gradients)
 
     def _receive(self, ahead: int) -> None:
-        """Make the current stream wait for pending reductions of gradients, and set the `.grad` of the parameters.
+        """Make the current stream wait for pending reductions, oldest first, and set the `.grad` of the parameters.
 
-        The oldest reductions come first.
-
-        Each call of `send` starts the reductions of one block, or of one flat buffer of root parameters (those outside
-        blocks). The reductions of the last `ahead` calls stay pending.
+        ahead: the reductions that the last `ahead` calls of `_start` have started stay pending.
         """
         while len(self._pending) > ahead:
             for gradient in self._pending[0]:

@@ -225,8 +225,8 @@ def _begins_without_dict(cls: Any) -> bool:
 _PACKAGE, _, _ = __name__.partition(".")
 _ENGINE = (f"{_PACKAGE}.engine.wrap.", f"{_PACKAGE}.engine.blocks.")
 _UNTRACED = disable_compiler(len).__code__  # pyright: ignore[reportFunctionMemberAccess]
-"""The code object that all functions returned by `disable_compiler` have in common. They are wrappers, which torch
-defines. To find out whether the wrapped function is one of this package, `_is_ours` looks at its `__wrapped__`."""
+"""The code object of the wrapper that torch's `disable_compiler` returns, the same for all wrapped functions. If a
+function has this code object, `_is_ours` checks the wrapped function, the wrapper's `__wrapped__`, instead."""
 STAYS = "stays_in_copies"
 """The name of an attribute that a hook of this package has if deep copies of its module must keep the hook.
 
@@ -234,7 +234,8 @@ Without this hook, the copy would compute different results.
 """
 _ADDED = ("_schedule", "_uneven", "_is_fsdp_managed_module")
 """Attributes (other than hooks and methods) that sharding adds to modules. Deep copies have neither them nor attributes
-whose names begin with "_bmt"."""
+whose names begin with "_bmt". The exception is a module whose own class extends DistributedModule: its copy keeps
+"_schedule", which the constructor of that class sets."""
 
 
 def _plain_copy(module: Any, memo: dict[int, Any]) -> Any:
@@ -322,7 +323,8 @@ def _own_attributes(module: torch.nn.Module) -> dict[str, Any]:
 def _is_ours(value: Any, modules: tuple[str, ...] = (f"{_PACKAGE}.",)) -> bool:
     """Return whether `value` is a function or another callable (such as a hook) that this package defines.
 
-    modules: prefixes of names of Python modules. Only callables that are defined in these modules count.
+    modules: prefixes of names of Python modules. Only callables that are defined in these modules count. If this is
+        `_ENGINE`, only functions and methods count.
     """
     if isinstance(value, functools.partial):
         return _is_ours(value.func, modules)

@@ -28,7 +28,7 @@ WORDS = 1 + _RING
 """The size of a log in words of 8 bytes: one for the number of entries, the others for a ring buffer of digests. Each
 digest is a hash of all entries up to one position. Digests are stored instead of the entries themselves."""
 UNKNOWN = "an exchange between the ranks"
-"""The description, in messages, of an exchange of objects whose purpose this rank has not recorded."""
+"""The text that messages show for an exchange or a decision if its own description is not known on this rank."""
 _OF_ELEMENTS = ("all-gather", "reduce-scatter", "all-reduce", "broadcast")
 _OF_PARTS = ("all-to-all",)
 """Collectives whose number of elements may differ between ranks. Their log entries therefore contain no number of
@@ -227,8 +227,8 @@ class CollectiveLog:
             entry: the number that stands for the operation, from `code` or `value_code`.
 
         Raises:
-            RuntimeError: another rank of this host has a different entry at this position, or `problem`, the reason why
-                this rank must stop, was set before. The operation must then not be issued.
+            RuntimeError: the log of a rank in the argument `others` of `publish` differs at this position or before it,
+                or `problem`, the reason why this rank must stop, was set before. The operation must then not be issued.
         """
         if self.problem is not None:
             self.refuse()

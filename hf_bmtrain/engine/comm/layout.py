@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from functools import cached_property
 
 ALIGNMENT_BYTES = 128
-"""The minimum alignment, in bytes, of every tensor and every shard in a flat buffer. Vector loads, cuBLAS and NCCL
-need at least 16."""
+"""The minimum alignment, in bytes, of every tensor and every shard in a flat buffer, unless the storage of the buffer
+chooses another layout. Vector loads, cuBLAS and NCCL need at least 16."""
 
 
 @dataclass(frozen=True)

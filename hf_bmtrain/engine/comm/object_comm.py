@@ -152,8 +152,9 @@ class ObjectComm:
                 is kept in memory until the process ends.
 
         Raises:
-            RuntimeError: another rank of this host has made a different decision, or a problem was found before. If the
-                other rank decides later, or is on another host, a later operation of this rank raises the error.
+            RuntimeError: a problem was found before, or another rank, with whose log `CollectiveLog.note` compares this
+                rank's log, has already made a different decision. If a difference is found only after this call, a
+                later operation of this rank raises the error.
         """
         if self._group is not None:
             self.collective_log.note(code("decision for", self._number(text)))
@@ -221,7 +222,7 @@ class ObjectComm:
         return self._store.get(key).decode()
 
     def close(self) -> None:
-        """Destroy the gloo group. Called before the process ends, or if the ranks disagree in `init_distributed`.
+        """Destroy the gloo group. Called before the process ends, and after an error in `init_distributed`.
 
         If the last operation timed out, and its threads still wait for other ranks, the group is kept until the process
         ends, because its destructor would wait for these threads.

@@ -116,7 +116,8 @@ class HostMemory:
         folder = "/dev/shm" if os.path.isdir("/dev/shm") else None  # None: the default folder for temporary files
         descriptor, path = tempfile.mkstemp(prefix="hf_bmtrain_", dir=folder)
         try:
-            # Reserve the space now. Otherwise, a write to the mapped memory would end the process by SIGBUS.
+            # Reserve the space now. Otherwise, if the file system is full, a later write to the mapped memory would end
+            # the process by SIGBUS.
             os.posix_fallocate(descriptor, 0, nbytes)
         except OSError as error:
             os.unlink(path)
@@ -156,7 +157,7 @@ class HostMemory:
 
 
 class _Slab:
-    """Memory at an address of a CUDA device, which torch.as_tensor can turn into a uint8 tensor without a copy."""
+    """A range of a CUDA device's memory. torch.as_tensor makes a uint8 tensor of it without a copy."""
 
     def __init__(self, address: int, nbytes: int) -> None:
         self.__cuda_array_interface__ = {

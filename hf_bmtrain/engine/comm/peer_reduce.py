@@ -46,7 +46,8 @@ class Mailboxes:
 
     Args:
         memory: allocates and maps the mailboxes.
-        exchange: a collective function that returns the Python objects that all ranks pass, in rank order.
+        exchange: a collective function that takes a Python object, and returns the objects of the ranks that reduce
+            together, in rank order.
         rank: this rank's index in the result of `exchange`.
     """
 
@@ -89,7 +90,7 @@ class Mailboxes:
         self._taken, self.nbytes = 0, nbytes
 
     def take(self) -> Mailbox:
-        """Return this rank's mailbox for the next reduction. Call it once for each reduction, on all ranks.
+        """Return this rank's mailbox for the next reduction. Call this method once for each reduction, on all ranks.
 
         A mailbox is memory into which the other ranks copy gradients. Each rank has two, and this method returns them
         alternately. In one reduction, all ranks must use mailboxes with the same index: a rank that uses its mailbox 1
@@ -139,7 +140,8 @@ class PeerReduction(Reduction):
         collective: the reduction for small shards and unsupported dtypes. Its communicator is also used to wait until
             all ranks have made their copies.
         memory: allocates and maps the memory that receives gradients, and copies into it.
-        exchange: a collective function that returns the Python objects that all ranks pass, in rank order.
+        exchange: a collective function that takes a Python object, and returns the objects of the ranks of
+            `collective.communicator`, in rank order. All ranks must call it, also those outside this communicator.
         smallest: the minimum size in bytes of a shard whose gradients are reduced with peer copies.
         device: this rank's device.
     """

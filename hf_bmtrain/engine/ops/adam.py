@@ -40,7 +40,7 @@ def variant(
         exp_avg: the dtype of the first moment, float32 or bfloat16.
         weight: the dtype of 16-bit weights, or None if the float32 masters are the weights themselves.
         master: the dtype of the stored masters: float32, or int16 for residuals (their differences from the weights).
-        coupled: whether the kernel adds the term l2 (the factor of L2 regularization) times the weight to the gradient.
+        coupled: whether the kernel adds the term l2 (the factor of L2 regularization) times the master to the gradient.
             If False, the kernel is compiled without this term, because even a term that is always zero could change how
             the compiler fuses other operations, and thereby their rounding.
 
@@ -63,7 +63,7 @@ def macros(
         grad: the dtype of the gradients.
         weight: the dtype of 16-bit weights, or None if the float32 masters are the weights themselves.
         master: the dtype of the stored masters: float32, or int16 for residuals (their differences from the weights).
-        coupled: whether the kernel adds l2 (the factor of L2 regularization) times the weight to the gradient.
+        coupled: whether the kernel adds l2 (the factor of L2 regularization) times the master to the gradient.
 
     Raises:
         ValueError: the combination is not supported.
@@ -98,7 +98,7 @@ def adam_prepare(grad_scale: Tensor, found_inf: Tensor, hyper: Tensor, steps: Te
             beginning in which the learning rate is 0.
         steps: (runs,) float32, the number of steps that each run has taken. It is incremented in place unless the step
             is skipped.
-        records: (runs, 12) float32, written. RECORD names the columns.
+        records: (runs, 12) float32, written. RECORD names the columns. The column seed contains the bits of an int32.
 
     Raises:
         ValueError: a tensor does not have the shape, dtype or device described above, or is not contiguous.
@@ -156,11 +156,11 @@ def adam_update(
         weight: (n,) float16 or bfloat16, written with the updated masters, rounded to nearest even; None if `master` is
             the weight.
         record: (12,) float32, the hyper-parameters and the skip flag, as computed by `adam_prepare` for these elements.
-        index_base: the position of element 0 among all elements of the model. An element's position and the number of
-            the step determine the random bits of stochastic rounding. Neither depends on the number of ranks, so
+        index_base: the position of element 0 among all elements of the optimizer. An element's position and the number
+            of the step determine the random bits of stochastic rounding. Neither depends on the number of ranks, so
             rounding does not change when training continues on a different number of ranks.
-        coupled: whether to add l2 times the weight to the gradient (L2 regularization, Kingma and Ba 2015). If False,
-            the l2 in `record` must be 0.
+        coupled: whether to use L2 regularization (Kingma and Ba 2015): l2 times the master is added to the gradient,
+            where l2 is the field "l2" of `record`. If False, this field must be 0.
 
     Raises:
         ValueError: a tensor does not have the shape, dtype or device described above, or is not contiguous, or the
@@ -192,7 +192,7 @@ def adam_update(
 def _aligned_part(n: int, tensors: list[Tensor]) -> tuple[int, int]:
     """Find the range of elements that a kernel can access in groups of 4 that are aligned in all tensors.
 
-    Returns the index of the range's first element and the number of groups, or (0, 0) if there is no such range. A
+    Returns the index of the range's first element and the number of groups, which is 0 if there is no such range. A
     group is aligned if its address is a multiple of its size.
 
     n: the number of elements of each tensor.
@@ -211,7 +211,7 @@ def update_reference(
     record: Tensor,
     index_base: int = 0,
 ) -> None:
-    """Compute the same as `adam_update` with torch, on any device. The host waits for the device.
+    """Compute the same as `adam_update` with torch, up to rounding, on any device. The host waits for the device.
 
     `adam_update` calls this function for tensors that are not on a CUDA device, and tests compare the kernel with it.
     If `exp_avg` is bfloat16, it is rounded stochastically, with the same random bits as in the kernel.
@@ -225,8 +225,8 @@ def update_reference(
         weight: (n,), written with the updated masters, rounded to nearest even. With residuals, it is read too, because
             only weights and residuals together determine the masters. None if the masters are the weights themselves.
         record: (12,) float32, the hyper-parameters and the skip flag, as computed by `adam_prepare` for these elements.
-        index_base: the position of element 0 among all elements of the model. An element's position and the number of
-            the step determine its random bits.
+        index_base: the position of element 0 among all elements of the optimizer. An element's position and the number
+            of the step determine its random bits.
     """
     r = dict(zip(RECORD, record.tolist(), strict=True))
     seed = int(record.view(torch.int32)[RECORD.index("seed")])
@@ -263,7 +263,7 @@ def round_stochastic(x: Tensor, index_base: int, seed: int) -> Tensor:
 
     Args:
         x: (n,) float32. inf and NaN are not changed.
-        index_base: the position of element 0 among all elements of the model.
+        index_base: the position of element 0 among all elements of the optimizer.
         seed: the number of the step. Together with an element's position it determines the element's random bits.
     """
     bits, random = x.view(torch.int32), random_bits(index_base, x.numel(), seed, x.device)
@@ -276,7 +276,7 @@ def random_bits(index_base: int, numel: int, seed: int, device: torch.device) ->
     """Return 32 pseudo-random bits for each of `numel` elements, (numel,) int64.
 
     Args:
-        index_base: the position of the first element among all elements of the model.
+        index_base: the position of the first element among all elements of the optimizer.
         numel: the number of elements.
         seed: the number of the step. The bits of an element depend only on this number and the element's position.
         device: the device of the result.

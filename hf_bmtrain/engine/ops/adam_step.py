@@ -32,8 +32,8 @@ class Elements:
             float32 or as 16-bit differences from the weights. It is None for float32 weights, which are their own
             masters. `master.exp_avg_sq` is the second moment. It is None if both moments are stored in 8 bits.
         exp_avg: the first moment, a tensor (n,). If both moments are stored in 8 bits, a Moments, which contains both.
-        index_base: the position of element 0 among all elements of the model. Stochastic rounding computes an element's
-            random bits from its position and the number of the step.
+        index_base: the position of element 0 among all elements of the optimizer. Stochastic rounding computes an
+            element's random bits from its position and the number of the step.
     """
 
     grad: torch.Tensor

@@ -171,7 +171,7 @@ def variant(grad: torch.dtype, weight: torch.dtype | None, master: torch.dtype, 
         grad: the dtype of the gradients.
         weight: the dtype of 16-bit weights, or None if the float32 masters are the weights themselves.
         master: the dtype of the stored masters: float32, or int16 for residuals (their differences from the weights).
-        coupled: whether the kernel adds l2 (the factor of L2 regularization) times the weight to the gradient.
+        coupled: whether the kernel adds l2 (the factor of L2 regularization) times the master to the gradient.
 
     Raises:
         ValueError: the combination is not supported.
@@ -203,8 +203,8 @@ def adam8_update(
         weight: (n,) float16 or bfloat16, written with the new masters rounded to nearest even. With residuals, it is
             read too. None if `master` is the weight.
         record: (12,) float32, the hyper-parameters and the skip flag, as computed by `adam_prepare` for these elements.
-        index_base: the position of element 0 among all elements of the model. An element's position and the number of
-            the step determine its random bits for stochastic rounding.
+        index_base: the position of element 0 among all elements of the optimizer. An element's position and the number
+            of the step determine its random bits for stochastic rounding.
         coupled: whether to use L2 regularization: l2 times the master is added to the gradient, where l2 is the field
             "l2" of `record`. If False, this field must be 0.
 
@@ -235,7 +235,7 @@ def adam8_update(
 def update_reference(
     grad: Tensor, master: Tensor, moments: Moments, weight: Tensor | None, record: Tensor, index_base: int
 ) -> None:
-    """Compute the same as `adam8_update` with torch, on any device. The host waits for the device.
+    """Compute the same as `adam8_update` with torch, up to rounding, on any device. The host waits for the device.
 
     `adam8_update` calls this function on the CPU, and the kernel on CUDA. The moments are rounded stochastically, with
     the same random bits as in the kernel.
@@ -248,8 +248,8 @@ def update_reference(
         weight: (n,), written with the updated masters, rounded to nearest even. With residuals, it is read too, because
             only weights and residuals together determine the masters. None if the masters are the weights themselves.
         record: (12,) float32, the hyper-parameters and the skip flag, as computed by `adam_prepare` for these elements.
-        index_base: the position of element 0 among all elements of the model. An element's position and the number of
-            the step determine its random bits.
+        index_base: the position of element 0 among all elements of the optimizer. An element's position and the number
+            of the step determine its random bits.
     """
     r = dict(zip(RECORD, record.tolist(), strict=True))
     seed = int(record.view(torch.int32)[RECORD.index("seed")])

@@ -128,9 +128,9 @@ class Master:
         """
         if self.stored is None or self.is_residual:
             return
-        # `.data` has a version counter of its own, so this does not count as a change for a background save, which
-        # raises an error if other code changes what it saves. Masters only change here after weights, which it also
-        # saves.
+        # A background save raises an error if the version counters of the tensors that it saves have changed. Write to
+        # `.data`, which has a version counter of its own, so that this write does not cause the error. The save still
+        # finds the change, because masters change here only after their weights, and it also checks the weights.
         for p, w in _in_chunks(self.stored.data, self.weight.to(self.stored.device)):
             if w.dtype == torch.bfloat16:
                 p.copy_(_at(w, _distance(p, p.bfloat16())))

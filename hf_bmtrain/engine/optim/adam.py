@@ -82,8 +82,8 @@ class AdamOptimizer(torch.optim.Optimizer):
             g instead, as torch.optim.Adam does, for weights of every dtype. (BMTrain does this only for float32
             weights.) Parameter groups may have different values.
         exp_avg_dtype: the dtype of m, torch.float32 or torch.bfloat16. bfloat16 values are rounded stochastically. The
-            random bits depend on the element and the step, and usually not on the number of ranks. They do depend on
-            it if several ranks divide the parameters into other flat buffers than a single rank does, as with
+            random bits depend on the element and the step. They do not depend on the number of ranks, except with
+            options that divide the parameters into other flat buffers on several ranks than on one, such as
             all-gathers in a dtype other than the parameters'.
         state_bits: 32, or 8 to store m and v in 8 bits, rounded stochastically, with an exponent for every 32 elements.
             With 8, the masters of bfloat16 weights on CUDA may be off by their last bit, and the state takes 2.06 bytes
@@ -98,8 +98,8 @@ class AdamOptimizer(torch.optim.Optimizer):
     adamw_state = True
     """Whether `state_dict` contains AdamW's two moments for every parameter. Subclasses may set this to False."""
     _step_supports_amp_scaling = True
-    # Both attributes exist only during a step, because GradScaler would multiply its own scale by a `grad_scale` that
-    # is left over from the last step.
+    # `grad_scale` and `found_inf` exist only during a step, because GradScaler would multiply its own scale by a
+    # `grad_scale` that is left over from the last step.
     grad_scale: torch.Tensor | None
     found_inf: torch.Tensor | None
 
@@ -141,8 +141,9 @@ class AdamOptimizer(torch.optim.Optimizer):
         self.loaded_facts: dict[str, str] | None = None
         self._active: list[list[torch.nn.Parameter]] = []  # for each group, the parameters that the last step updated
         self._states: list[RunState] = []
-        # The optimizer's own entries of `self.state`, as it has left them, and all values of `self.state` at that time.
-        # If the caller replaces or removes some of the entries, the next step notices it.
+        # `_held`: the optimizer's own entries of `self.state` after the last call of `_arrange`. `_values`: all values
+        # of `self.state` after that call. By comparing them, a step notices whether the caller has replaced or removed
+        # entries.
         self._held: dict[torch.Tensor, ParameterState] = {}
         self._values: list[Any] = []
         self._steps: KernelSteps | TorchSteps = TorchSteps([], torch.device("cpu"))
@@ -172,7 +173,7 @@ class AdamOptimizer(torch.optim.Optimizer):
 
     @property
     def scale(self) -> float:
-        """The current loss scale of the OptimManager that has this optimizer. Reading it waits for the device.
+        """The current loss scale of the optimizer's OptimManager. Reading it makes the host wait for the device.
 
         1 if the optimizer is in no OptimManager, or in one without a loss scale. The attribute is named as in BMTrain,
         and is unrelated to the argument `scale` of `step`.
@@ -315,11 +316,15 @@ class AdamOptimizer(torch.optim.Optimizer):
         """Divide the parameters that this step updates into runs, lists of adjacent parameters with flat state tensors.
 
         Does nothing and returns False if the last step updated the same parameters, in the same memory, and the caller
-        has not changed `self.state`; otherwise returns True. A run of the same parameters as an earlier run keeps its
-        state tensors. For other runs, for unsharded parameters whose memory was replaced, and for parameters whose
-        tensors in `self.state` the caller has replaced or removed, state tensors are allocated, and the parameters'
-        state, if `self.state` has any, is copied into them. Raises ValueError if the parameters are on several devices,
-        if an unsharded one is not contiguous, or if its memory was replaced by memory of an unsupported dtype.
+        has not changed `self.state`; otherwise returns True.
+
+        A run of the same parameters as an earlier run keeps its state tensors, unless the memory of its unsharded
+        parameter was replaced, or the caller has replaced or removed tensors of its parameters in `self.state`. For all
+        other runs, state tensors are allocated, and the parameters' state, if `self.state` has any, is copied into
+        them.
+
+        Raises ValueError if the parameters are on several devices, if an unsharded one is not contiguous, or if its
+        memory was replaced by memory of an unsupported dtype.
 
         active: the parameters that this step updates, a list for each parameter group.
         """
@@ -617,7 +622,7 @@ class AdamOptimizer(torch.optim.Optimizer):
                 own = own.part if isinstance(own, ShardBase) else own
                 parts.append((parameter, name, own.detach().to("cpu", dtype, copy=copied)))
         self._finish()
-        full_state_of(self)  # before the first step, `state_dict` must already gather what is sharded here
+        full_state_of(self)  # register its hook, so that `state_dict` gathers this state even before the first step
         super().load_state_dict({"state": {}, "param_groups": groups})
         self.loaded_facts = full_facts(given)
         for parameter, name, part in parts:

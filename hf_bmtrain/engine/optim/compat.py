@@ -71,7 +71,7 @@ def check(optimizer: torch.optim.Optimizer) -> FullState | None:
 def _check_averaged(optimizer: torch.optim.Optimizer, ordinary: Sequence[torch.nn.Parameter]) -> None:
     """Raise RuntimeError if the gradients of an optimizer's unsharded parameters differ between ranks.
 
-    Collective: every rank must call it.
+    Only the sum and the shape of each gradient are compared. Collective: every rank must call it.
 
     ordinary: the optimizer's unsharded parameters.
     """
@@ -138,7 +138,8 @@ def install() -> Callable[[], None]:
         between ranks.
       * Before each step of an optimizer with sharded parameters, it writes the learning rate, and every other numeric
         setting that has changed, to the collective log. The ranks compare their logs, and so find differences between
-        their settings. (Tensors on a GPU are not written, because the host would have to wait for them.)
+        their settings. (Of settings that are tensors, only a learning rate on the CPU is written. To read one on a GPU,
+        the host would have to wait for the device.)
       * Before the first step after `optimizer.load_state_dict`, it checks that full tensors in the loaded state are the
         same on all ranks, and replaces them by this rank's elements. (`AdamOptimizer.load_state_dict` has already
         replaced them.)
@@ -203,8 +204,8 @@ def _name_of(parameter: Any, position: int, world: World) -> str:
 class _NotedOptions:
     """Records a parameter group's settings in the collective log, which the ranks compare to find differences.
 
-    The learning rate is recorded in every step, and other numbers only when they change. Tensors on a GPU are not
-    recorded, because the host would have to wait for the device to read them.
+    The learning rate is recorded in every step, and other numbers only when they change. Of settings that are tensors,
+    only a learning rate on the CPU is recorded. To read one on a GPU, the host would have to wait for the device.
     """
 
     def __init__(self, group: dict[str, Any], collective_log: CollectiveLog) -> None:
@@ -243,10 +244,11 @@ def _check_element_wise(optimizer: torch.optim.Optimizer, device: torch.device) 
 
     1. Two optimizers each update a 1-D part of the matrix. Element-wise optimizers pass this trial. Those of
        torch.optim are then accepted without the second trial.
-    2. One optimizer updates a sharded matrix. Optimizers that are not element-wise, such as Adafactor, pass if they
-       call only functions of torch that compute with the full matrix.
+    2. One optimizer updates a sharded matrix. For all other optimizers, this trial decides. Optimizers that are not
+       element-wise, such as Adafactor, pass it if they call only functions of torch that compute with the full matrix.
+       With tensor parallelism, they are refused without this trial if a parameter of the group is split.
 
-    If an optimizer cannot update the full matrix either, there is no error, and a warning is logged.
+    If an optimizer cannot even update the full matrix, a warning is logged instead of an error.
 
     device: the device of the matrix.
     """
@@ -306,7 +308,8 @@ def _difference(move: Callable[[], torch.Tensor], expected: torch.Tensor) -> str
     A trial updates a small matrix, to find out whether the optimizer can update sharded parameters.
 
     Args:
-        move: runs the trial and returns the change of the weights. An error that it raises counts as a difference.
+        move: a function without arguments that runs the trial and returns the change of the weights. An error that it
+            raises counts as a difference.
         expected: the change that is expected. Differences up to 0.1 % of its largest element are accepted.
     """
     try:

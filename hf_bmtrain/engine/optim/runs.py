@@ -283,8 +283,8 @@ class RunState:
             Stochastic rounding derives its random bits from these indices. They are the same for every number of ranks,
             with one exception: some options, such as all-gathers in a dtype other than the parameters', divide the
             parameters into flat buffers differently with several ranks than with one.
-        version: torch's version counter of the weights when the masters last agreed with them; -1 if the masters were
-            loaded and have not been compared with the weights yet.
+        version: torch's version counter of the weights when the masters last agreed with them; -1 if the masters may
+            have been loaded and have not been compared with the weights yet.
         uncounted: True if the weights may be written without a change of their version, as by `.data.fill_()` of an
             unsharded parameter. (Such writes to a sharded parameter do change the version.) The masters are then
             compared with the weights in every step.
@@ -300,12 +300,13 @@ class RunState:
 
     @property
     def is_stale(self) -> bool:
-        """True if the float32 masters may disagree with the weights.
+        """True if there may be float32 masters that do not round to their weights.
 
-        Masters are the copies of full precision that the optimizer updates. They may disagree if other code has written
-        the weights, or has filled the masters from a checkpoint, since masters and weights were last compared. If so,
-        call `master.follow_weight()` before the masters are updated or saved: it changes masters that disagree, so that
-        they agree with the weights. Masters that are stored as differences from the weights (residuals) always agree.
+        Masters are the copies of full precision that the optimizer updates. Other code may have written the weights, or
+        filled the masters from a checkpoint, since masters and weights were last compared. If so, call
+        `master.follow_weight()` before the masters are updated or saved: it changes masters that do not round to their
+        weights. False for masters that are stored as differences from the weights (residuals), which always fit, and
+        for float32 weights, which have no separate masters.
         """
         apart = self.master.stored is not None and not self.master.is_residual
         return apart and (self.uncounted or self.version != self.run.weights._version)

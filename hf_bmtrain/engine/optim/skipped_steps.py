@@ -1,7 +1,4 @@
-"""Report optimizer steps that were skipped because of inf or nan, and stop training after too many in a row.
-
-Nothing here is called for a step that was not skipped.
-"""
+"""Report optimizer steps that were skipped because of inf or nan, and stop training after too many in a row."""
 
 from __future__ import annotations
 
@@ -58,15 +55,15 @@ class SkippedSteps:
             expect_number("max_skipped_steps", limit, wanted, lambda steps: steps >= 1, integer=True)
         self.limit = limit
         self._last = 0  # the number of the last step that was skipped
-        # _in_row: how many steps in a row were skipped, up to the last one. _lost: the same, but a step counts only if
-        # there is no loss scale, or if the step before was skipped, too, and left the loss scale at its minimum.
+        # _in_row: the number of skipped steps in a row, up to the last one. _lost: how many of them count towards
+        # `limit`: all if there is no loss scale, otherwise those after the first that left the scale at its minimum.
         self._in_row = self._lost = 0
         self._at_minimum = False  # whether the last skipped step has left the loss scale at the minimum
         self._looked = 0  # the number of the step to which `_counts` belongs
         self._counts: torch.Tensor | None = None
 
     def start_anew(self) -> None:
-        """Begin a new series of skipped steps with the next one. Called when a state is loaded."""
+        """Let the next skipped step begin a new series of skipped steps. Called when a state is loaded."""
         self._last = 0
 
     def look(self, step: int, gradients: Sequence[torch.Tensor | None]) -> None:
@@ -100,8 +97,8 @@ class SkippedSteps:
             minimum: the minimum loss scale.
 
         Raises:
-            RuntimeError: the number of skipped steps in a row has reached `limit`, the argument of this class, which
-                also says which steps count.
+            RuntimeError: the number of skipped steps in a row has reached `limit`. The description of `limit` in this
+                class says which steps count.
         """
         assert self._counts is not None and self._looked == step, "call look() first"
         world = current_world()

@@ -126,7 +126,7 @@ def load_state(optimizer: torch.optim.Optimizer, saved: dict[str, Any], world: W
         problem = next(filter(None, world.gather_objects(_misfit(saved, world))), None)
         if problem is not None:
             raise ValueError(problem)
-    full_state_of(optimizer)  # before the first step, `state_dict` must already gather what is sharded below
+    full_state_of(optimizer)  # register its hook, so that `state_dict` gathers this state even before the first step
     optimizer.load_state_dict({"state": state, "param_groups": saved["param_groups"]})
     for values in optimizer.state.values() if "sliced" in saved else ():
         for name, value in values.items():
@@ -181,8 +181,8 @@ class FullState:
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self.is_checked = False
         self._local = False
-        # The dict `optimizer.state` at the last `shard_loaded`. Loading a state replaces this dict with a new one, by
-        # which `is_loaded` notices that a state was loaded.
+        # The dict `optimizer.state` at the last call of `shard_loaded`. Loading a state sets `optimizer.state` to a new
+        # dict, so `is_loaded` compares the two dicts by identity.
         self._sharded: Any = None
         optimizer.register_state_dict_post_hook(self._make_full)
 
@@ -215,7 +215,7 @@ class FullState:
         """
         self._sharded = optimizer.state
         if isinstance(optimizer, torch.optim.LBFGS):
-            return  # each of its tensors is a vector over all parameters, of which every rank keeps all elements
+            return  # its state tensors are vectors over all parameters, and every rank keeps all of their elements
         for parameter, state in optimizer.state.items():
             if isinstance(parameter, DistributedParameter):
                 for name, value in state.items():
@@ -275,7 +275,7 @@ def full_facts(entries: Iterable[tuple[Any, str, Any]]) -> dict[str, str]:
 def own_part(parameter: torch.Tensor, name: str, value: Any) -> Any:
     """Return this rank's elements of one value in an optimizer's state, such as the "exp_avg" of a parameter.
 
-    Called for each value of a state that was loaded, which may be full or sharded already. For a sharded parameter:
+    Called for each value of a loaded state. The value may be full or already sharded. For a sharded parameter:
 
     * If `value` has only this rank's elements (in a 1-D tensor, or already in a `ShardTensor`), it is returned as a
       sharded tensor (`ShardTensor`).
@@ -356,8 +356,9 @@ def _gather(
     Collective: every rank must call it. Returns the full state, and the names of the tensors that were gathered because
     they are sharded like their parameters.
 
-    keep: if False, an empty state is returned, for ranks that do not need the full state.
     state_dict: the optimizer's own state dict, in which each rank has its elements of the sharded tensors.
+    keep: whether this rank needs the full state. If not, it takes part in the all-gathers, but an empty state is
+        returned.
     """
     parameters, state = _by_key(optimizer, state_dict), state_dict["state"]
     sharded, full = divide_state(parameters, state, world)
@@ -384,7 +385,7 @@ def divide_state(parameters: dict[Any, Any], state: States, world: World) -> tup
 
     A tensor is sharded like its parameter if, on every rank, it has the shape of the local parameter. One rank alone
     cannot decide this, because a step count may have the shape of a local parameter of one element. Other values are
-    taken from the rank that stores the most elements of the parameter, because an optimizer may not count steps on a
+    taken from the rank that stores the most elements of the parameter, because some optimizers do not count steps on a
     rank without elements.
 
     Args:

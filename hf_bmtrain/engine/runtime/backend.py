@@ -1,6 +1,7 @@
-"""Open the communicators between all ranks.
+"""Choose the ranks between which shards are divided, and open the communicators of this rank.
 
-On the CPU, they use gloo. On GPUs, they use NCCL, and copies between the memories of the GPUs.
+Communicators use gloo on the CPU and NCCL on GPUs. Ranks of one host may also exchange shards and gradients by peer
+copies, with which a rank reads or writes the memory of another rank directly.
 """
 
 from __future__ import annotations
@@ -321,7 +322,8 @@ def _divide(
 ) -> _Division:
     """Return the ranks between which the shards are divided according to `shard_over`, and their communicators.
 
-    Collective: every rank must call it. With several hosts, it also logs how parameters are all-gathered.
+    Collective: every rank must call it. With several hosts, it also logs over which ranks parameters are sharded or
+    all-gathered, unless they are sharded over all ranks and `gather` is "peer".
 
     Args:
         rank: this process's rank.

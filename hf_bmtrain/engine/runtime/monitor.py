@@ -105,4 +105,4 @@ class Monitor:
         """
 
     def stop(self) -> None:
-        """Stop watching the other ranks. Called when the process exits."""
+        """Stop watching the other ranks. Called when the process exits, and if the communicators cannot be opened."""

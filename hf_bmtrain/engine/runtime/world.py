@@ -97,13 +97,16 @@ class World:
             all ranks of the world, even if its other collectives stay inside a host.
         control: exchanges Python objects between the ranks.
         monitor: finds out what is wrong on other ranks, for example that they issue different operations.
-        inside: counts the nested forwards of layers and models that are running.
+        inside: counts the forwards of layers and models that are running now, one inside another.
         schedule: decides in forward and backward when blocks (transformer layers) are unsharded and resharded, and when
             their gradients are reduced.
         layer_features: creates, for each new block, the objects that decide when and how its forward is recomputed.
-        zero_level: the default of the argument `zero_level` of `auto_wrap`.
-        loss_scale_factor: the default of OptimManager's argument of the same name.
-        loss_scale_steps: the default of OptimManager's argument of the same name.
+        zero_level: 3 frees the full parameters of a block between its forward and its backward, and 2 keeps them.
+            `auto_wrap` and CheckpointBlock use another value if one is passed to them.
+        loss_scale_factor: the factor by which an OptimManager multiplies or divides its loss scale, unless it is
+            created with another factor.
+        loss_scale_steps: the number of steps in a row without overflow after which an OptimManager raises its loss
+            scale, unless it is created with another number.
         open_group: a collective function `(size, stride=1)` that divides all ranks into groups, and returns the
             communicator of this rank's group. A group has `size` ranks, each `stride` after the previous one. With
             size 2 and stride 4, for example, ranks 1 and 5 form a group.
@@ -119,7 +122,7 @@ class World:
         poison: whether to fill memory with NaN before it is written and when it is freed. For debugging: code that
             reads the memory too early or too late then computes NaN.
         buffers: counts the flat buffers.
-        kept: {folder: the object that saves checkpoints to it}.
+        kept: {folder: the object that saves checkpoints to this folder}.
         copying: one event for each checkpoint whose values are still being copied. Before an optimizer modifies
             weights, the host waits for all these events.
         saved_states: {key in the checkpoint: the functions with which a feature saves and loads its object}.

@@ -116,8 +116,8 @@ class ShardedBuffer:
         """Set the tensor that later all-gathers send, and the memory that they fill.
 
         Called when the memory is allocated, and again if all-gathers are to send another tensor from then on, such as a
-        copy of the shard that is rounded to 8 bits. At the call, the full buffer must be neither gathered nor being
-        gathered.
+        copy of the shard that is rounded to 8 bits. At the call, the full buffer must be resharded, and no all-gather
+        of it may be running.
 
         Args:
             source: (n,) the tensor that this rank sends: the shard, or another form of it, such as a rounded copy.
@@ -272,7 +272,8 @@ class ShardedBuffer:
     def drop(self) -> None:
         """Free the full buffer. Unlike `reshard`, do so even if it is resident (`is_resident`).
 
-        Called by `reshard`, and before `route` changes what all-gathers send.
+        Called by `reshard`, before `route` changes what all-gathers send, and when the buffer leaves its block because
+        all of its parameters were deleted.
         """
         if self._ticket is not None:  # the all-gather may still write to the memory, because `wait` was not called
             self._ticket.wait()

@@ -25,8 +25,8 @@ def gathered(what: torch.nn.Module | Iterable[torch.Tensor] | torch.Tensor, modi
     copies exist at the same time, so the device needs memory for all of them. They have no `.grad`, and gradients are
     disabled inside the block. If tensor parallelism splits a tensor, the copy is this rank's part of it.
 
-    If `what` is a module, neither it, nor a module that it contains, nor its `state_dict()` can be called inside the
-    block. If the code in the block raises an exception, nothing is written back.
+    If `what` is a module, calling it, one of its submodules or their `state_dict()` inside the block raises
+    RuntimeError. If the code in the block raises an exception, nothing is written back.
 
     Args:
         what: a module, whose attributes and `parameters()` are full parameters inside the block; or one or several
@@ -111,9 +111,9 @@ def clone_full_params(sharded_params: Iterable[DistributedParameter]) -> Wholes:
 def _shown(model: torch.nn.Module, slots: Sequence[Slot], full_params: Wholes) -> Iterator[None]:
     """Context manager that puts full parameters into the modules of `model`, which cannot be called inside the context.
 
-    There, the forward and the `state_dict` of each module raise RuntimeError. At the end, the local parameters are put
-    back. If the code inside the context has replaced a parameter or module, the replacement is undone, and RuntimeError
-    is raised.
+    Inside it, the forward and the `state_dict` of each module raise RuntimeError. At its end, the local parameters are
+    put back. If the code inside the context has replaced a parameter or module, the replacement is undone, and
+    RuntimeError is raised.
 
     slots: the entries of modules' `_parameters` that are set to local parameters.
     full_params: for each local parameter, the full parameter that replaces it.
@@ -188,7 +188,7 @@ def _check_unchanged(world: World, full_params: Wholes, modify: bool) -> None:
         world: all ranks.
         full_params: {local parameter: a copy of the full parameter} of the parameters that must not change.
         modify: the argument `modify` of `gathered`. If True, all parameters in `full_params` are quantized, and the
-            error says why those cannot be written. If False, the error says to pass modify=True.
+            error says why quantized parameters cannot be written. If False, the error says to pass modify=True.
     """
     if not full_params:
         return

@@ -133,8 +133,8 @@ class GradientBuffer:
     def require_grad(self, required: Sequence[bool]) -> None:
         """Set `requires_grad` of the full parameters.
 
-        Called before the backward of a block's forward, with the values of that forward: a forward since then may have
-        changed them, if the user froze parameters for it. Autograd would then drop gradients of the earlier forward.
+        Called before the backward of a block, with the values that its forward used. If the user has frozen parameters
+        since, a later forward has set other values, and autograd would drop gradients of the earlier forward.
 
         required: for each full parameter, whether it requires a gradient.
         """
@@ -247,8 +247,8 @@ class GradientBuffer:
         gradients = [full.grad if required else None for full, required in zip(self._full_params, self.requires_grad)]
         for full in self._full_params:
             full.grad = None
-        # Record changes in the collective log, which the ranks compare: a rank that has frozen a parameter which others
-        # train would contribute zeros to the mean.
+        # Record a change of `requires_grad` in the collective log, which the ranks compare. If only some ranks had
+        # frozen a parameter, they would contribute zeros to its mean.
         if self.requires_grad != self._noted_require_grad:
             self._noted_require_grad = list(self.requires_grad)
             self._communicator.collective_log.note(code("change of requires_grad in", self.number))
@@ -283,15 +283,16 @@ class GradientBuffer:
     def receive(self) -> bool:
         """Make the current stream wait for the mean that `send` has started, and set the `.grad` of local parameters.
 
-        Under gradient accumulation, the new gradients are first added to the earlier ones. Each `.grad` is a view of
-        `shard`, this rank's shard of the flat gradient.
+        Under gradient accumulation, the mean is added to the earlier gradients. Each `.grad` is a view of `shard`, this
+        rank's shard of the flat gradient.
 
         A parameter that has no `.grad` yet, and that this rank did not use in the backward, gets a `.grad` only if
-        another rank used it. This is known only when the mean has arrived on the device. The host does not wait for it
-        here, so this method leaves such a parameter undecided. `decide` waits later, and sets the `.grad` if needed.
+        another rank used it. This is known only when the mean has arrived on the device. The host does not wait for the
+        mean here, so this method leaves such a parameter undecided. `decide` waits later, and sets the `.grad` if
+        needed.
 
-        If a local parameter of the buffer has a gradient hook, however, the host does wait here, so that no parameter
-        stays undecided: all ranks must call the hooks in the same order.
+        If a local parameter of the buffer has a gradient hook, however, the host waits here, so that no parameter stays
+        undecided: all ranks must call the hooks in the same order.
 
         Returns:
             True if a parameter is undecided, so that `decide` must be called later. False otherwise; always False with
@@ -354,8 +355,8 @@ class GradientBuffer:
             self._pending.cancel()
             self._pending = self._squares = None  # the reduction may have changed the shard since these were computed
         self._begun = False
-        # Free the shard, because its contents (padding included) are undefined now. If it were kept and the user then
-        # set a `.grad`, the next backward would add its gradients to these contents.
+        # The contents of the shard, including its padding, are undefined now. If it were kept, and the user then set a
+        # `.grad`, the next backward would add its gradients to these contents.
         self.free_if_unused()
 
     def _begin(self) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -419,8 +420,9 @@ class GradientBuffer:
         """Return elements start:stop of this rank's running sum of gradients, before it is rounded into `shard`.
 
         Optimizers use this sum instead of a half-precision `.grad`, because it is more precise. The result is a view in
-        float32 or wider. Returns None if there is no sum yet (only one backward has contributed to the gradients since
-        they were all None), or if `shard` or a `.grad` (a view of it) was written to after the last reduction.
+        float32 or wider. Returns None if there is no sum yet, because only one backward has contributed to the
+        gradients since they were all None; or if `shard`, or a `.grad` that is a view of it, was written to after the
+        last reduction.
 
         start, stop: indices into `shard`.
         """
@@ -431,10 +433,13 @@ class GradientBuffer:
     def _resume_total(self) -> None:
         """Prepare the running sum of gradients, to which another backward will be added.
 
-        The running sum of earlier backwards is kept if there is one, because it is more precise than `.grad`. If there
-        is none, or if the user has written to a `.grad` in place, `shard` is copied into a new sum. Then the parts of
-        parameters whose `.grad` the user has replaced are overwritten: with the new `.grad`, or with zeros if it is
-        None. The former `.grad`, which the user may still have, keeps its values in other memory.
+        The running sum of earlier backwards is kept if there is one, because it may be more precise than `.grad`. If
+        there is none, or if the user has written to a `.grad` in place, a new sum begins with the values of `shard`: a
+        float32 copy of a half-precision `shard`, or `shard` itself if it is float32 or wider.
+
+        Then the parts of parameters whose `.grad` is no longer the view of `shard` that this object has set are
+        overwritten: with the present `.grad`, or with zeros if it is None. A former `.grad`, which the user may still
+        have, keeps its values in other memory.
         """
         if self.shard is None:
             self.shard = torch.zeros_like(self._like)

@@ -113,11 +113,12 @@ class OnDemandGather:
         backward if the buffer is sharded at this moment, because it is then all-gathered.
 
         If several modules read a (tied) parameter, each gets its own Parameter over the same memory. Thus autograd
-        computes a separate gradient for each module. As soon as it is complete, `collect` adds it to the flat buffer's
-        gradient, without waiting for the other modules.
+        computes a separate gradient for each module. As soon as this gradient is complete, `collect` adds it to the
+        flat buffer's gradient, without waiting for the other modules.
 
-        While the parameter is frozen, a module gets another Parameter, which requires no gradient. Thus a backward
-        through an earlier forward still gets the gradients if the parameter is trained again by then.
+        While the parameter is frozen, a module gets another Parameter, which requires no gradient. The Parameter that
+        an earlier forward has read still requires one. If `sharded` is trained again before the backward of that
+        forward, it therefore gets its gradient.
 
         Args:
             sharded: the local parameter.
@@ -156,7 +157,7 @@ class OnDemandGather:
             self._read_elsewhere = True
 
     def note_read(self) -> None:
-        """Record that a parameter is read without a module: by `gather` outside a forward pass, or by a fused loss.
+        """Record that a parameter is read by a fused loss, or by `gather` outside a forward or during a backward.
 
         It is not known when backward will compute the gradient that comes from such a read. So if gradients are enabled
         now, all later backwards reduce the gradients of the buffer's parameters only at their end.
@@ -207,9 +208,9 @@ class OnDemandGather:
         """
         self._schedule.join_backward(self)
         # An earlier reduction of this buffer may still be pending, and must end first. This happens if the buffer
-        # belongs to a block and a parameter was also read outside the block, or if gradients were not complete after
-        # all when `take_complete_gradients` returned them. The end of the backward then averages this gradient as well,
-        # and adds it to the first mean.
+        # belongs to a block and a parameter was also read outside the block, or if another gradient follows those that
+        # `take_complete_gradients` returned. At its end, the backward averages this gradient too, and adds the result
+        # to the first mean.
         if self._buffer.gradient.is_pending:
             self._schedule.receive_all()
         self._sent = False

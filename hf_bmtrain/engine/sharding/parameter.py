@@ -186,9 +186,9 @@ class DistributedParameter(ShardBase, torch.nn.Parameter):
     def autograd_leaves(self) -> list[torch.Tensor]:
         """Return the leaves of autograd's graph that get this parameter's gradient on this rank.
 
-        Forwards read full parameters, so these are leaves of the graph. This parameter itself is a leaf only for
-        results of `gather`. `loss.backward(inputs=[parameter])` therefore passes all of them to autograd. You need not
-        call this method yourself.
+        Forwards read full parameters, so the full parameters are leaves of the graph. This parameter itself is a leaf
+        only for results of `gather`. `loss.backward(inputs=[parameter])` therefore passes all of these leaves to
+        autograd. You need not call this method yourself.
 
         Returns:
             The Parameter object that blocks read; one Parameter object for each module outside blocks that has read

@@ -13,11 +13,11 @@ class UnusedParameters:
     1. Before the gradient of the buffer is reduced, a rank that did not use some parameters posts their indices in a
        key-value store (`post`). A rank that used all parameters posts nothing.
     2. After the host has waited for the mean gradient, each rank that has posted reads all posts (`agree`). By then,
-       every rank has started the reduction, and so has posted before if it had to. No rank used a parameter if its
-       index is in the posts of all ranks.
+       every rank has started the reduction, so every rank with unused parameters has posted them. No rank used a
+       parameter if its index is in the posts of all ranks.
 
-    The caller posts no parameters that are frozen, because they get no `.grad` in any case. Nor does it post those that
-    have a `.grad` already, because the mean is added to it in any case.
+    The caller does not post frozen parameters, which get no `.grad` in any case. It also leaves out parameters that
+    already have a `.grad`, because the mean is added to it in any case.
 
     Args:
         control: gives access to the key-value store in which the ranks post their unused parameters.

@@ -11,7 +11,7 @@ import torch
 from ..base.torch_internals import is_tracing
 
 SET_DATA: Callable[[Any, Any], None] = getattr(torch.Tensor, "data").__set__  # noqa: B009, type checkers take it for a tensor, but it is a descriptor
-"""Gives a tensor other memory."""
+"""Sets torch's own `.data`: `SET_DATA(tensor, other)` makes `tensor` use the memory of `other`."""
 
 
 class Aliases:

@@ -56,7 +56,7 @@ def double_backward() -> RuntimeError:
 
 @wraps(_backward)
 def _backward_with_sharded(tensors, grad_tensors=None, *args: Any, inputs=None, **options: Any) -> None:
-    """Do the same as `torch.autograd.backward`, which this replaces in torch before 2.11, also for sharded `inputs`."""
+    """Replace `torch.autograd.backward` before torch 2.11, so that `inputs` may include sharded parameters."""
     named = (inputs,) if isinstance(inputs, torch.Tensor) else tuple(inputs or ())
     if not any(hasattr(each, "autograd_leaves") for each in named):
         return _backward(tensors, grad_tensors, *args, inputs=inputs, **options)

@@ -34,8 +34,8 @@ def override_collectives(kinds: tuple[type, ...]) -> None:
     `__torch_function__` already. A module that imported a function by name before this call keeps the original one.
     Called when the module `tensor` is imported, if torch is older than 2.12.
 
-    kinds: the tensor subclasses to which this applies: those of sharded tensors, and `WholeCopy`, the class of views
-        such as `parameter[0]`, which read a temporary full copy of a sharded tensor.
+    kinds: the tensor subclasses to which this applies: the classes of sharded tensors, and `WholeCopy`, the class of
+        `parameter[0]` and other views of a temporary full copy of a sharded tensor.
     """
     for name in _NAMES:
         function: Any = getattr(distributed_c10d, name)
@@ -47,13 +47,14 @@ def override_collectives(kinds: tuple[type, ...]) -> None:
 
 
 def override_initializers(kinds: tuple[type, ...]) -> Callable[[], None]:
-    """Make the functions of torch.nn.init that draw a whole matrix call `__torch_function__` of the classes `kinds`.
+    """Make `orthogonal_` and `sparse_` of torch.nn.init call `__torch_function__` of tensors of the classes `kinds`.
 
-    Without this, each rank would draw a matrix of its own, and keep its own elements of it. Together, they would not be
-    orthogonal, or as sparse as they should be. `init_distributed` calls this if there are several ranks. A module that
-    imported a function by name before this call keeps the original one, and so does `transformers.initialization`.
+    Without this, each rank would draw a different matrix and keep its own elements of it. The elements of all ranks
+    would not form an orthogonal matrix, or one with the requested sparsity. `init_distributed` calls this if there are
+    several ranks. A module that stored a function before this call keeps the original one. This includes
+    `transformers.initialization` if it was imported before.
 
-    kinds: as for `override_collectives`.
+    kinds: the classes of sharded tensors, and `WholeCopy`.
 
     Returns a function that restores the original functions.
     """

@@ -25,9 +25,9 @@ def join_neighbours(tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
         adjacent, or if a tensor is not contiguous, `tensors` itself.
     """
     # Return early if there is nothing to join. To find out quickly, look only at the first four tensors. A model's
-    # parameters (or their gradients) usually begin with one or two embeddings, which may be apart, followed by those of
-    # the first layer, which are adjacent. So if tensors are adjacent, some of the first four are. The state tensors of
-    # torch's optimizers are allocated one by one, so they cannot be joined.
+    # parameters (or their gradients) usually begin with one or two embeddings, which may not be adjacent, followed by
+    # the parameters of the first layer, which are. So if a list has adjacent tensors, some of its first four are
+    # adjacent. The state tensors of torch's optimizers are allocated one by one, so they cannot be joined.
     if not any(_follows(second, first) for first, second in pairwise(tensors[:4])):
         return tensors
     if not all(map(torch.Tensor.is_contiguous, tensors)):

@@ -69,16 +69,16 @@ class SegmentNorms:
 
 
 def norms_of(buffers: Sequence[SegmentNorms]) -> dict[SegmentNorms, Sequence[torch.Tensor]]:
-    """Return the 2-norms, over all ranks, of the tensors of several flat buffers. They are cached.
+    """Return and cache the 2-norms, over all ranks, of the tensors of several flat buffers.
 
-    Collective if the norms of a buffer are not cached: there is one all-reduce for all of these buffers.
+    Collective if the norms of any buffer are not cached yet: one all-reduce computes those of all such buffers.
 
     Args:
         buffers: the SegmentNorms of each flat buffer, at least one, all with the same communicator.
 
     Returns:
-        For each of `buffers`, the norm of each of its tensors, float32 scalars. They are new tensors, which the caller
-        may write to.
+        A dictionary from each of `buffers` to the norms of its tensors, as float32 scalars. The scalars are new
+        tensors, which the caller may write to.
     """
     _measure([each for each in buffers if each._version != each._shard._version])
     norms = torch.cat([each._norms for each in buffers if each._norms is not None])
@@ -105,11 +105,10 @@ def _measure(stale: Sequence[SegmentNorms]) -> None:
 
 
 def note_clipping(collective_log: CollectiveLog) -> None:
-    """If `torch.nn.utils.clip_grad_norm_` is on the call stack, record its arguments in the log `collective_log`.
+    """Record in `collective_log` the arguments of `torch.nn.utils.clip_grad_norm_`, if it is on the call stack.
 
-    Each rank has such a log of its operations. The ranks compare the logs, and so detect that they clip to different
-    norms. The arguments are read from the local variables of `clip_grad_norm_`, because it does not pass them to the
-    functions that it calls.
+    The ranks compare their logs, which shows whether they clip to different norms. The arguments are read from the
+    local variables of `clip_grad_norm_`, because it does not pass them to the functions that it calls.
     """
     frame = sys._getframe(1)
     for _ in range(_CALLERS):

@@ -1,9 +1,9 @@
 """Reductions of each sharded tensor to one number over all ranks, such as a norm or sum, without gathering elements.
 
-Each function in REDUCTIONS takes the arguments of the torch function that it replaces. It returns NotImplemented if it
-needs the full tensors, for example for a sum over one dimension, and if arguments have other names that torch accepts,
-such as `axis` for `dim` (`others`): the full tensors are gathered then. Otherwise it is collective: every rank must
-call it.
+Each function in REDUCTIONS takes the arguments of the torch function that it replaces. It is collective: every rank
+must call it. It returns NotImplemented, without communicating, if it would need the full tensors, for example for a sum
+over one dimension. It also does so if an argument has another name that torch accepts, such as `axis` for `dim` (such
+arguments are in `others`). In both cases, the caller gathers the full tensors.
 
 If tensor parallelism splits a tensor, the norm of each part is the norm of the tensor before the split, but the sum and
 mean of each part are those of the part alone.

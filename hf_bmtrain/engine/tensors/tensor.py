@@ -2,10 +2,10 @@
 
 * While gradients are enabled, a function of a sharded parameter acts on the full parameter, which is gathered first.
   The parameter's gradient is averaged over the ranks as usual.
-* Under `no_grad`, element-wise functions, conversions such as `to`, and functions such as `view` act on this rank's
-  elements and return a sharded tensor. While gradients are enabled, they also do so for gradients, `.data` and
-  optimizer state, unless another operand is a parameter or requires a gradient. If another operand of an element-wise
-  function has the full shape, or can be broadcast to it, its elements at the same positions are used.
+* Element-wise functions, conversions such as `to`, and functions such as `view` act on this rank's elements and return
+  a sharded tensor in two cases: under `no_grad`, and if no argument is a parameter or a plain tensor that requires a
+  gradient. (Gradients, `.data` and optimizer state are not parameters.) If another operand of an element-wise function
+  has the full shape, or can be broadcast to it, its elements at the same positions are used.
 * `detach`, `zeros_like` and similar functions, and functions that fill a tensor with random numbers, always return a
   sharded tensor.
 * Functions that need no elements, such as `size`, describe the full tensor.
@@ -14,7 +14,8 @@
   its arguments, the changes are copied back to the sharded tensors.
 
 Reductions and functions of full tensors are collective: every rank must call them. So are some functions that write to
-a plain tensor, such as `plain.add_(sharded)`, and, if every host stores all shards, those that draw random numbers.
+a plain tensor, such as `plain.add_(sharded)`, and, if every host stores all shards, functions that draw random
+numbers.
 """
 
 from __future__ import annotations
@@ -60,11 +61,10 @@ class ShardBase:
     Attributes:
         placement: which elements of the full tensor each rank stores.
         is_parameter: whether the tensor is a parameter, so that autograd records the functions that are called on it.
-        in_memory: whether the tensor's memory contains the elements themselves. False in a subclass for quantized
-            parameters, which are stored elsewhere as codes. Only the `__torch_function__` of this subclass can replace
-            quantized parameters by unquantized elements. So if a quantized parameter is among the arguments of a torch
-            function that may read elements, the `__torch_function__` of a class whose `in_memory` is True returns
-            NotImplemented, and torch calls that of the subclass.
+        in_memory: whether the tensor's memory contains the elements themselves. False in the subclass for quantized
+            parameters, whose elements are stored elsewhere as codes. If a quantized parameter is among the arguments of
+            a torch function that may read elements, the `__torch_function__` of all other classes returns
+            NotImplemented. Torch then calls the `__torch_function__` of the subclass, which unpacks the codes.
         grad_now: the same tensor as `.grad`, kept in a Python attribute, because torch's own `.grad` is slow to read.
         aliases: the sharded tensors that share this tensor's memory, such as earlier results of `.data`; None if there
             have been none.
@@ -138,7 +138,9 @@ class ShardBase:
             self.aliases = theirs
 
     def set_(self, source: torch.Tensor | None = None, *args, **kwargs) -> ShardBase:
-        """Do the same as `.data = source`. Torch's own `set_` would separate this tensor from its flat buffer.
+        """Set this tensor's elements to those of `source`, as `.data = source` does.
+
+        Torch's own `set_` would separate this tensor from its flat buffer.
 
         Args:
             source: the new values, as for `.data`.
@@ -149,8 +151,8 @@ class ShardBase:
             This tensor.
 
         Raises:
-            RuntimeError: `source` is not a tensor, there are other arguments, or a parameter that requires a gradient
-                is set while gradients are enabled. Or, as for `.data`, the shape, dtype or device does not match.
+            RuntimeError: `source` is not a tensor, there are other arguments, or this tensor requires a gradient while
+                gradients are enabled. Or, as for `.data`, the shape, dtype or device does not match.
         """
         if not isinstance(source, torch.Tensor) or args or kwargs:
             raise RuntimeError(
@@ -165,10 +167,13 @@ class ShardBase:
 
     @property
     def grad(self) -> torch.Tensor | None:
-        """The gradient; None if there is none. It is sharded like this tensor: a rank stores the same elements of both.
+        """The gradient; None if there is none. It is sharded like this tensor.
+
+        Each rank stores the same elements of the gradient as of this tensor.
 
         `.grad` may be set to None, a sharded tensor, a tensor (n,) of this rank's elements, or a full tensor. In the
-        last case, the gradient is a view of this rank's elements in the full tensor (a copy if it is not contiguous).
+        last case, the gradient is a view of this rank's elements in the full tensor (a copy of these elements if the
+        full tensor is not contiguous).
 
         Setting this property stores the gradient both in torch's own `.grad` and in the Python attribute `grad_now`.
         Reading this property returns `grad_now`. Reading torch's own `.grad` would take 15 times as long, because it
@@ -323,8 +328,8 @@ class ShardTensor(ShardBase, torch.Tensor):
     def separate(self) -> None:
         """Move this tensor, and its aliases, to new memory with the same values, outside the flat buffer.
 
-        Called for a former `.grad`, which the user may still have, before its memory is written again. The caller must
-        have disabled `__torch_function__` (see WithoutTorchFunction).
+        Called for an earlier `.grad`, to which user code may still refer, before the flat buffer's memory is written
+        again. The caller must have disabled `__torch_function__` (see WithoutTorchFunction).
         """
         old = self.as_subclass(torch.Tensor).detach()
         new = old.clone()
@@ -354,8 +359,9 @@ class WholeCopy(torch.Tensor):
 
     Attributes:
         source: the CopySource, which contains the sharded tensor and its full copy. After a write to the view, its
-            method `pass_on` makes the same change in the sharded tensor. None if gradients were enabled when the view
-            was made: a write to such a view raises RuntimeError, because the sharded tensor would not change.
+            method `pass_on` makes the same change in the sharded tensor. None if the view is of a parameter and was
+            made while gradients were enabled: a write to such a view raises RuntimeError, because the sharded tensor
+            would not change.
     """
 
     source: CopySource | None = None
@@ -401,7 +407,7 @@ _OVERWRITES = frozenset(
 """Functions that write every element of their first argument and read none."""
 
 _DRAWS = RANDOM | {"bernoulli_", "kaiming_uniform_", "orthogonal_", "sparse_"}
-"""Functions that draw random numbers into a tensor. Ranks may draw unlike numbers."""
+"""Functions that draw random numbers. The ranks may draw different numbers."""
 
 
 class CopySource:
@@ -423,11 +429,11 @@ class CopySource:
         return shares_storage(view, self._copy)
 
     def agree(self, name: str) -> None:
-        """Give the full copies of all ranks the values of the first rank's, after numbers were drawn into a view.
+        """Overwrite every rank's full copy with the first rank's, after random numbers were drawn into a view of it.
 
         Collective: every rank must call it.
 
-        name: the function that has drawn them, for errors.
+        name: the name of the function that drew the numbers, for error messages.
         """
         barrier_outside(f"{name} of a view of a sharded tensor")
         _broadcast(self._copy, self._sharded)
@@ -470,8 +476,8 @@ def _pass_on(sources: Sequence[CopySource], view: torch.Tensor | None) -> str | 
         otherwise None.
 
     Returns:
-        None, or the reason why the values could not be copied back: a sharded tensor has changed, and it is not known
-        which elements were written.
+        None if all values were copied back. Otherwise, the reason for the error: a sharded tensor has changed since it
+        was copied, and `view` is not a view of its copy.
     """
     for source in sources:
         problem = source.pass_on(view if view is not None and source.holds(view) else None)
@@ -573,7 +579,7 @@ class _Call:
             return self._element_wise()
         if not self.full and mine and self.base in CONVERSIONS:
             return self._local(first)
-        cast = any(isinstance(each, torch.dtype) for each in (*self.args, *self.kwargs.values()))  # as `view` may do
+        cast = any(isinstance(each, torch.dtype) for each in (*self.args, *self.kwargs.values()))  # as in `view(dtype)`
         if not self.full and mine and self.base in VIEWS and not cast:
             return self._view(first)
         return self._on_full()
@@ -660,7 +666,7 @@ class _Call:
             single = [each.shape for each in self.tensors if not isinstance(each, ShardBase) and each.numel() == 1]
             shape = torch.broadcast_shapes(like.full_shape, *single) if single else like.full_shape
             placement = like.placement if shape == like.full_shape else like.placement.with_shape(shape)
-            if self.name in _SAME_MEMORY:  # without detach(), a write to `like` would make it a differentiable view
+            if self.name in _SAME_MEMORY:  # without detach(), the result would be a differentiable view of `like`
                 return _alias(like, result.detach(), placement)
             return ShardTensor.of(result, placement)
 
@@ -704,8 +710,9 @@ class _Call:
     def _on_many(self) -> Any:
         """Apply a function of lists of tensors, such as `torch._foreach_add_`, to this rank's elements.
 
-        The function acts on full tensors instead if it is not element-wise, or if the tensors at some position of the
-        lists cannot be combined element by element on this rank (see `_operand`).
+        The function acts on full tensors instead in three cases: it is not element-wise; autograd may record it, and it
+        does not write in place; or the tensors at some position of the lists cannot be combined element by element on
+        this rank (see `_operand`).
         """
         if self.full and not self.in_place:
             return self._on_full()
@@ -745,11 +752,11 @@ class _Call:
         return None if any(each is None for each in operands) else operands
 
     def _onto_ordinary(self, members: Sequence[Any], like: Any, operands: list[Any]) -> Sequence[Any] | None:
-        """Do the work of `_aligned` for functions that write to plain tensors, such as `_foreach_add_(plain, sharded)`.
+        """Return the tensors to pass instead of `members` to a function such as `_foreach_add_(plain, sharded)`.
 
-        Returns the tensors to pass instead of `members`, so that the function acts on this rank's elements. Returns
-        None if it must act on full tensors. Raises RuntimeError if the shape of the plain tensor does not match.
-        Collective if the sharded tensors have fewer than two dimensions.
+        `_aligned` calls this if the function writes to plain tensors. With the returned tensors, the function acts on
+        this rank's elements. Returns None if it must act on full tensors instead. Raises RuntimeError if the shape
+        of the plain tensor does not match. Collective if the sharded tensors have fewer than two dimensions.
 
         members: the arguments at the same position of each list, for example (plain[i], sharded[i]). The function
             writes to the first, which is a plain tensor.
@@ -793,9 +800,9 @@ class _Call:
     def _communicate(self) -> Any:
         """Gather the sharded tensors that were passed to a function of torch.distributed, and run it on full tensors.
 
-        Collective: every rank must call it. Raises RuntimeError for subgroups and point-to-point operations, because
-        not every rank calls them but every rank must gather, and for async_op=True, because the results are copied back
-        to the sharded tensors as soon as the function returns.
+        Collective: every rank must call it. Raises RuntimeError for subgroups and point-to-point operations: only some
+        ranks call them, but all ranks must take part in the gather. Also raises RuntimeError for async_op=True: the
+        results are copied back when the function returns, and an asynchronous operation may not have finished by then.
         """
         if current_world().size == 1:  # this rank's elements are the full tensor
             own = lambda each: each.part.view(each.full_shape) if isinstance(each, ShardBase) else each  # noqa: E731
@@ -847,7 +854,7 @@ class _Call:
         for key, full in full_params.items():
             if id(full) in written:
                 if self.name in _DRAWS:
-                    _broadcast(full, unique[key])  # the ranks may have drawn unlike numbers
+                    _broadcast(full, unique[key])  # the ranks may have drawn different numbers
                 self._write_back(unique[key], full)
         copies = [*full_params.values()]
         sources = [] if self.full else [CopySource(unique[key], full) for key, full in full_params.items()]
@@ -916,7 +923,7 @@ def _initializes(func: Callable) -> bool:
 
 
 def _hosts_store_copies() -> bool:
-    """Return whether every host stores all shards. Their copies would drift apart if ranks drew unlike numbers."""
+    """Return whether every host stores all shards. If so, random numbers must be the same on all hosts."""
     world = current_world()
     return world.shard_group.size < world.size
 
@@ -1061,8 +1068,8 @@ def _on_alike(func: Callable, name: str, args: tuple, kwargs: dict[str, Any]) ->
 def _same_dtype(value: Any, tensors: Sequence[torch.Tensor]) -> Any:
     """Return the second operand of a function in _WITH_TENSOR, such as `torch._foreach_mul_`, in the tensors' dtype.
 
-    For example, gradient clipping multiplies bfloat16 gradients by a float32 factor. On a GPU, torch rounds the factor
-    to bfloat16 in either case. But if the dtypes are the same, one kernel multiplies many tensors. Otherwise each
+    For example, gradient clipping multiplies bfloat16 gradients by a float32 factor. On a GPU, torch would round the
+    factor to bfloat16 anyway. If the factor has the tensors' dtype, one kernel multiplies many tensors. Otherwise each
     tensor takes a kernel of its own, at a quarter of the speed.
 
     value: a number, or a tensor of one element. Anything but a floating-point tensor on a GPU is returned unchanged.
@@ -1095,7 +1102,7 @@ _WITH_TENSOR = {"add_", "mul_", "div_"}
 """In-place functions of lists (`torch._foreach_...`) that accept a tensor of one element as their second operand. All
 others convert such a tensor to a Python number."""
 _SAME_MEMORY = frozenset("detach alias conj real imag".split())
-"""Functions whose result shares the memory of their first argument, unless it is this argument itself."""
+"""Functions that return their first argument, or a new tensor that shares its memory."""
 _NUMBERS = (int, float, complex)
 _PLACEMENT = operator.attrgetter("placement")
 

@@ -57,7 +57,8 @@ class Extension:
         """Return whether this extension can shard `parameter` although it is not an ordinary torch.nn.Parameter.
 
         An example is a quantized weight. `wrap` calls this for ordinary parameters, too, and ignores the result. For
-        any other parameter that is not sharded yet, `wrap` raises ValueError unless an extension returns True.
+        any other parameter that is not sharded yet, `wrap` raises ValueError unless an extension returns True. (A
+        SourcedParameter, whose values are read when it is sharded, counts as ordinary.)
         """
         return False
 

@@ -23,7 +23,7 @@ _log = logging.getLogger("hf_bmtrain")
 
 
 def negotiate_if_uneven(plan: WrapPlan, chains: Sequence[Chain]) -> None:
-    """If ranks may run different parts of the model in one step, make them agree on each collective before it starts.
+    """Make the ranks agree on each collective before it starts, if they may run different parts of the model in a step.
 
     For example, each rank may drop different layers at random, or only some ranks may have an image for the image
     encoder. Without an agreement, a rank could then wait in an all-gather that other ranks never issue. With it, the

@@ -161,7 +161,7 @@ def _root(model: torch.nn.Module, blocks: Chain) -> Chain:
 
 
 def _shard_layers(plan: WrapPlan, zero_level: int, use_checkpoint: object, extensions: Sequence[Extension]) -> None:
-    """Turn each layer of `plan.layers` into a CheckpointBlock, which shards the parameters of the layer.
+    """Shard the parameters of each layer in `plan.layers`, and turn the layer into a CheckpointBlock.
 
     Parameters that a layer shares with other layers or with modules outside all layers (`plan.shared`) are left out.
     Collective: every rank must call it.

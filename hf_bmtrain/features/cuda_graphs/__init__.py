@@ -1,10 +1,10 @@
 """`auto_wrap(compile=True, cuda_graphs=True)`: the forward and the backward of each block are replayed as CUDA graphs.
 
-A compiled layer of a small model, or one with adapters or experts, launches up to a hundred short kernels, for which
-the host needs longer than the GPU. torch.compile can record them (`mode="reduce-overhead"`) and launch them together.
-Gathers, reductions and all that happens between blocks run as before.
+A compiled layer of a small model, or one with adapters or experts, runs up to a hundred short kernels. Launching them
+takes the host longer than running them takes the GPU. torch.compile can record the kernels (`mode="reduce-overhead"`)
+and launch them together. All-gathers, reductions and everything else between blocks are not recorded.
 
-A recorded graph reads parameters at fixed addresses. Torch places the results of all graphs of a step in one memory
+A recorded graph reads parameters at fixed addresses. torch places the results of all graphs of a step in one memory
 pool, at the same addresses in each step, so each step overwrites the results of the step before. Therefore:
 
 * The memory of blocks' full parameters stays allocated, at the same addresses. If the addresses changed, torch would
@@ -210,7 +210,7 @@ def _check_torch() -> None:
         )
 
 
-_STORED = "graphs would copy, in each step, weights that are stored in float8, quantized or split"
+_STORED = "graphs would copy, in each step, weights stored in float8, quantized, or split by tensor parallelism"
 _PLAIN = (torch.nn.Parameter, SourcedParameter, DistributedParameter)
 _COMMUNICATES = "a model of this process communicates inside layers (sequence_parallel, or tensor parallelism)"
 

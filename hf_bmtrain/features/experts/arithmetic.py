@@ -1,7 +1,7 @@
 """The element-wise parts of a mixture of experts on a GPU, each in one pass over memory: sums of rows, SiLU gates.
 
-The CUDA kernels are in kernels/experts.cu. They compute in float32, and round once at the end. On the CPU the functions
-compute the same with torch's operators, for tests.
+The CUDA kernels are in kernels/experts.cu. They compute in float32, and round once at the end. On the CPU, the
+functions use torch's operators instead, for tests. There, `silu_gate` also rounds silu(gate) to the dtype of its input.
 
 In compiled code, `sum_rows` and the functions whose names end in `_backward` are custom operators, which torch.compile
 does not trace into. If it did, Inductor would generate kernels that take up to twice as long.

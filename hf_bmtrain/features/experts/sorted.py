@@ -24,7 +24,10 @@ _GATE = (_MODULE, "_default_apply_gate")
 _SILU = (("torch.nn.modules.activation", "SiLU"), ("transformers.activations", "SiLUActivation"))
 
 Factors = list[tuple[Tensor, Tensor, float]]
-"""(A, B, scaling) of each active LoRA adapter of one stack, a 3-D weight with one matrix per expert."""
+"""(A, B, scaling) of each active LoRA adapter of one stack, a 3-D weight with one matrix per expert.
+
+For E experts and rank r, A is (E r, K) and B is (N, r E), as in PEFT. The expert is the slowest index of the rows of A,
+and the fastest index of the columns of B."""
 
 
 class SortedExperts(OnlyWhileSharded):

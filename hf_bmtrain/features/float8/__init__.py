@@ -7,7 +7,7 @@ training begins, and layers with too much noise stop using float8. `auto_wrap(fl
 in which no layer can use float8, and for a model that was wrapped without float8 before.
 
 Files: `arithmetic` rounds and multiplies; `linear` is the layer; `choose` selects the layers; `calibrate` measures
-their noise; `storage` stores and sends weights in float8; `gather` selects those weights.
+their noise; `storage` stores weights and all-gathers them in float8; `gather` selects the weights for `storage`.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from .storage import Float8Kind
 class Float8(Extension):
     """The part of `auto_wrap` that makes linear layers in blocks compute in float8.
 
-    It does so if `auto_wrap` gets `float8=True` (or the synonym "rows"). The argument `keep` of `auto_wrap` names
-    modules whose layers continue to compute in their own dtype.
+    It changes layers only if the argument `float8` of `auto_wrap` is True (or the synonym "rows"). The argument `keep`
+    names modules whose layers continue to compute in their own dtype.
 
     Args:
         options: the arguments that were passed to `auto_wrap`. Only `float8` and `keep` are used.

@@ -44,7 +44,7 @@ def install_signal_guard(
 
     Step 3 affects the weights that `choose_gathered` has selected. They are stored in flat buffers, each of which is
     all-gathered as a whole. A buffer is still all-gathered in its own dtype if one of its layers has stopped using
-    float8, or was called on no rank. In a model with adapters, this holds for all buffers.
+    float8, or was called on no rank. In a model with adapters, no buffer is all-gathered in float8.
 
     On the meta device no observer is installed and nothing is measured: all layers keep float8, and the selected
     weights are all-gathered in float8 immediately.
@@ -83,7 +83,7 @@ class Calibration(Observer):
 
     Attributes:
         handle: its `remove()` removes this observer, so that forwards no longer call it.
-        states: the argument `states`.
+        states: the state of each float8 layer, by the layer's path in the model.
     """
 
     position = 90
@@ -110,9 +110,9 @@ class Calibration(Observer):
         """Combine the measurements of all ranks, and switch off float8 for layers with too much rounding noise.
 
         Collective: every rank must call it. At the end it calls `finish`, which switches all-gathers of weights to
-        float8. The attribute `reason` of a layer's state is set if the layer has too much noise, or if no rank has
-        called it; `finish` sets it for models with adapters. The flat buffer (weights that are all-gathered together)
-        with the layer's weight is then still all-gathered in its own dtype.
+        float8. If a layer has too much noise, or if no rank has called it, the attribute `reason` of its state is set.
+        The flat buffer (weights that are all-gathered together) with the layer's weight is then still all-gathered in
+        its own dtype.
 
         If a block on some rank is still waiting for its backward, this method changes nothing and does not call
         `finish`: a layer that stopped using float8 now would be recomputed in a different dtype than in the forward.
@@ -143,10 +143,9 @@ class Calibration(Observer):
         Called after the decision about each layer was made by `decide`, or read from a checkpoint by
         `restore_decision`. Collective: every rank must call it.
 
-        If the model has adapters by now, `reason` is set for layers that have no `reason` yet.
-
         If the state of a layer has a `reason` (such as too much rounding noise), the layer's weight and all other
-        weights in the same flat buffer (weights that are all-gathered together) stay in their own dtype.
+        weights in the same flat buffer are still all-gathered in their own dtype. If the model has adapters, which may
+        have been added since it was wrapped, every layer without a `reason` first gets one.
         """
         self.handle.remove()
         model = self._model()
@@ -194,11 +193,14 @@ class CalibrationAhead(Calibration):
 
     Used if blocks are compiled, so that the compiled graphs do not contain the measurement.
 
-    The separate forward gets copies of the training forward's arguments, as later forward pre-hooks of the model change
-    them: such hooks run twice. It is not compiled and runs without gradients.
-    Right after it, the ranks decide which layers keep using float8. If a block on some rank is still waiting for its
-    backward, the ranks cannot decide, and measure again before the next training forward. Random generators and the
-    model's buffers, attributes and containers are restored, even if the separate forward raises an error.
+    The separate forward gets copies of the training forward's arguments. The model's forward pre-hooks that have not
+    run yet are called with these copies first, and may change them. So these hooks run twice: for the separate forward,
+    and for the training forward. The separate forward is not compiled, and runs without gradients. Afterwards, random
+    generators, the model's buffers and attributes, and containers (such as lists and caches) in the attributes and
+    arguments are restored, even if the separate forward raises an error.
+
+    Then the ranks decide which layers keep using float8. If a block on some rank is still waiting for its backward, the
+    ranks cannot decide, and measure again before the next training forward.
 
     The arguments of the constructor are those of the base class: the ranks (`world`), the model, the states of its
     float8 layers by path, and its blocks.
@@ -271,7 +273,7 @@ def restore_decision(world: World, model: torch.nn.Module, decision: Decision) -
     If the ranks have already decided about a layer, their decision stays, and a warning is logged if the checkpoint's
     decision differs. If the ranks have not decided yet, the checkpoint must contain a decision about every layer of the
     model. If even one is missing, the noise of all layers is measured as usual, and a warning is logged if the
-    checkpoint contains decisions about the others.
+    checkpoint contains a decision about any of them.
 
     Args:
         world: the ranks over which the model is sharded.
@@ -306,9 +308,10 @@ def restore_decision(world: World, model: torch.nn.Module, decision: Decision) -
 
 
 def _agrees(state: Float8State, found: tuple[bool, str | None] | None) -> bool:
-    """Return whether the checkpoint's decision `found` about a layer is the same as the decision of the ranks.
+    """Return whether the checkpoint's decision `found` and the ranks' own decision agree on a layer's use of float8.
 
-    Also returns True if there is nothing to compare: the ranks have not decided about the layer, or `found` is None.
+    The reasons in the decisions are not compared. Also returns True if there is nothing to compare: the ranks have not
+    decided about the layer, or `found` is None.
 
     state: the state of the layer.
     found: (whether the layer uses float8, the `reason` why its weight cannot be all-gathered in float8, or None), or

@@ -2,7 +2,8 @@
 
 Activations and gradients have one float8 scale per token or, in the product that computes a weight's gradient, one per
 feature. Each weight has a single scale. On an H200, products with these scales are 1.7 to 1.9 times as fast as in
-bfloat16. With a scale per 128 x 128 elements, they would be only 1.4 to 1.7 times as fast.
+bfloat16 with fast accumulation (used in the forward), and 1.6 to 1.8 times without it (in the backward). With one scale
+per 128 elements of activations and per 128 x 128 elements of weights, they would be only 1.4 to 1.7 times as fast.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Select the weights of float8 layers that are all-gathered in float8, and switch their flat buffers to float8.
 
 A flat buffer contains the weights that are sharded and all-gathered together, usually those of one block. When the
-ranks decide which layers keep computing in float8 (`Calibration`), a buffer is switched to float8 if all its layers do,
-and no other reason prevents it. From then on, each rank also stores its shard rounded to float8, which takes one
-additional byte per element.
+ranks decide which layers keep computing in float8 (`Calibration`), a buffer is switched to float8 if all layers with
+weights in it keep computing in float8, and nothing else, such as adapters, prevents it. From then on, each rank also
+stores its shard rounded to float8, which takes one additional byte per element.
 """
 
 from __future__ import annotations
@@ -67,7 +67,10 @@ def link_layers(layers: Iterable[torch.nn.Module]) -> None:
 
 
 def check_adapted_float8(model: torch.nn.Module) -> None:
-    """Raise ValueError if weights cannot yet be all-gathered in their own dtype for adapters that were added.
+    """Raise ValueError if adapters were added to `model` while a backward still needs weights all-gathered in float8.
+
+    Adapters need the weights all-gathered in their own dtype (`gather_in_own_dtype`). All-gathers of a block cannot be
+    switched between the block's forward and its backward.
 
     Args:
         model: the model, already wrapped. Nothing is checked if it has no adapters.
@@ -117,7 +120,8 @@ def gather_float8(world: World, states: Mapping[str, Float8State]) -> None:
         states: {path of a layer in the model: its Float8State} for all float8 layers, in the same order on every rank.
 
     Raises:
-        RuntimeError: a weight that was all-gathered in float8 is not the full weight rounded to float8.
+        RuntimeError: after an all-gather in float8, a weight is not the full weight rounded to float8, or a norm or
+            bias in the same flat buffer is wrong.
     """
     layers: dict[Float8Storage, list[str]] = {}
     for path, state in states.items():

@@ -33,8 +33,8 @@ exact output, with which the layer's output is compared."""
 class Float8Inputs:
     """Caches a quantized input for layers that get the same input, such as the query, key and value projections.
 
-    The cache has one entry. It is dropped when the input tensor is freed, and replaced when a layer gets a different
-    input.
+    The cache has one entry. The entry is dropped when the input tensor is freed, and replaced when a layer gets a
+    different input.
     """
 
     def __init__(self) -> None:

@@ -211,7 +211,8 @@ class Float8Storage(Storage):
                 `requantizer` skips this storage.
 
         Raises:
-            RuntimeError: the gathered weights are not the full weights rounded to float8.
+            RuntimeError: the gathered weights are not the full weights rounded to float8, or the gathered norms or
+                biases are wrong.
         """
         buffer, layout = self.buffer, self.buffer.layout
         device, was_resident = buffer.shard.device, buffer.is_unsharded and buffer.is_resident

@@ -17,9 +17,10 @@ _log_once = functools.cache(logging.getLogger("hf_bmtrain").info)
 class KeepsDtype(OnlyWhileSharded):
     """Mixin for PEFT's tuners (such as LoraModel), so that adapters that are sharded already keep their dtype.
 
-    At the end of `load_adapter`, which Trainer calls without other arguments, PEFT replaces 16-bit adapters by float32
-    copies. The copies would not be sharded, so this class puts the sharded parameters back. They have the loaded values
-    already. Adapters that are not sharded yet become float32, as in plain PEFT.
+    At the end of `load_adapter`, PEFT replaces 16-bit adapters by float32 copies, unless the caller passes
+    `autocast_adapter_dtype=False`, which Trainer does not. The copies would not be sharded, so this class puts the
+    sharded parameters back, which have the loaded values already. Adapters that are not sharded yet become float32, as
+    in plain PEFT.
     """
 
     def _cast_adapter_dtype(self, *args: Any, **kwargs: Any) -> None:
@@ -31,7 +32,7 @@ class KeepsDtype(OnlyWhileSharded):
         if replaced:
             _log_once(
                 "Sharded adapters keep their dtype (%s) when PEFT loads an adapter, although PEFT would make them "
-                "float32. For float32 adapters, leave out autocast_adapter_dtype=False before auto_wrap",
+                "float32. To train float32 adapters, create them without autocast_adapter_dtype=False before auto_wrap",
                 replaced[0].sharded.dtype,
             )
 

@@ -6,7 +6,8 @@ experts at once by grouped matrix products. PEFT instead forms W + s B A for all
 then computes a gradient as large as the stack. The results are equal up to rounding.
 
 PEFT stores A of all E experts as (E r, K), where the expert is the slowest index, and B as (N, r E), where the expert
-is the fastest index. A stack is (E, N, K), or transposed, (E, K, N), as in gpt-oss; A and B are the same for both.
+is the fastest index. A stack is (E, N, K), or transposed, (E, K, N), as in gpt-oss; A and B have the same shapes in
+both cases.
 
 This works for models of the transformers library whose experts support `experts_implementation="grouped_mm"`. The
 setting may be "eager", "batched_mm" or "grouped_mm", which all compute the same. For other models and settings, PEFT's
@@ -37,9 +38,9 @@ class SplitWrapper(OnlyWhileSharded):
     """Base class for PEFT's wrapper around a stack of experts (a 3-D weight), with a forward that takes less memory.
 
     `split_adapters` replaces the class of such a wrapper by a subclass of this class and of PEFT's class. PEFT's own
-    forward adds the product of the adapter's matrices to the stack, which takes memory. The forward of this class
-    leaves the stack unchanged. It passes the matrices to the forward of the experts in a keyword argument, and that
-    forward multiplies by them.
+    forward adds the product of the adapter's matrices to the stack, which needs more tensors of the stack's size. The
+    forward of this class leaves the stack unchanged. It passes the matrices to the forward of the experts in a keyword
+    argument, and that forward multiplies by them.
 
     If several stacks of one module have adapters, PEFT nests their wrappers, and each wrapper adds its matrices to that
     keyword argument. PEFT's own forward runs if the experts cannot multiply by the matrices, for example if the

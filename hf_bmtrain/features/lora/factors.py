@@ -100,13 +100,14 @@ def enter(x: Tensor, factor: Tensor, adapter: Adapter, rank: int, scaled: bool) 
     about as small as the rounding errors.
 
     Args:
-        x: (rows, width): in the forward the layer's input, in the backward dy, the gradient of its output.
+        x: (rows, width): in the forward, the layer's input after dropout; in the backward, dy, the gradient of the
+            layer's output.
         factor: A in the forward, Bᵀ in the backward, as returned by `factors_of`: (r, width) or, if the adapter is
             split, the stack (4 r, width).
         adapter: the settings of the adapter.
         rank: the rank r of the adapter.
         scaled: whether u includes s: False in the forward, True in the backward. Ignored if the adapter is split: u
-            then includes s in both.
+            then always includes s.
 
     Returns:
         u, (rows, r). If the adapter is split, (rows, 4 r) bfloat16: four tensors (rows, r), side by side, in the order

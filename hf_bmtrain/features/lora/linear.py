@@ -232,8 +232,8 @@ def _is_plain(module: torch.nn.Module) -> bool:
 def _is_supported(base: torch.nn.Module) -> bool:
     """Return whether `base` computes the same as torch.nn.Linear or transformers' Conv1D, in any dtype.
 
-    Also True for bitsandbytes' Linear4bit while its weight is unpacked to a floating-point tensor, which is the case
-    while the block (transformer layer) that contains it runs.
+    Also True for bitsandbytes' Linear4bit while its block runs, because its weight is then unpacked to a floating-point
+    tensor.
     """
     if _is_plain(base):
         return True

@@ -60,8 +60,9 @@ class Criterion:
             classes: the number of classes.
 
         Raises:
-            ValueError: the targets are not integers, or the number of class weights is not `classes`. On the CPU, where
-                the check needs no synchronization, also: a target is neither a class nor `ignore_index`.
+            ValueError: the targets are not integers; the number of class weights is not `classes`; or, on the CPU, a
+                target is neither a class nor `ignore_index`. (On CUDA, targets are not checked, because the
+                check would synchronize.)
         """
         if targets.dtype.is_floating_point or targets.dtype.is_complex or targets.dtype == torch.bool:
             raise ValueError(f"targets must be class indices of an integer dtype, got {targets.dtype}")

@@ -16,7 +16,7 @@ from torch import Tensor
 from ...engine.base.arguments import expect, expect_number
 from ...engine.base.launch import C_NAMES, Variant, kernel, shared_memory_limit
 
-SCRATCH = 640  # bytes of shared memory beside the row's copy; must equal SCRATCH (40 x 16) in kernels/cross_entropy.cu
+SCRATCH = 640  # bytes of shared memory beside the row's copy; must equal 16 * SCRATCH (40) of kernels/cross_entropy.cu
 SHARE = 72 << 10  # maximum bytes of a row per thread block, so that three thread blocks fit in the 227 KiB of an SM
 BYTES_A_THREAD = 256  # bytes of a row per thread, which loads sixteen 16-byte vectors concurrently
 # 16-byte vectors of a row per thread block, for kernels that copy no row to shared memory (gradient, rescale)

@@ -100,8 +100,8 @@ class FusedCrossEntropy(torch.nn.Module):
 
         Raises:
             TypeError: an argument has a wrong type.
-            ValueError: a shape or dtype is wrong. On the CPU also: a target is out of range. On CUDA, this check would
-                synchronize.
+            ValueError: a shape or dtype is wrong or, on the CPU, a target is out of range. (On CUDA, targets are not
+                checked, because the check would synchronize.)
             RuntimeError: in backward, for create_graph=True; with `inplace` also for a second backward.
         """
         if self.parallel:
@@ -164,8 +164,9 @@ def cross_entropy(
 
     Raises:
         TypeError: an argument has a wrong type.
-        ValueError: a shape, dtype or setting is wrong, or `inplace` is set and the logits are a leaf of autograd. On
-            the CPU also: a target is out of range. On CUDA, this check would synchronize.
+        ValueError: a shape, dtype or setting is wrong, or `inplace` is set and the logits are a leaf of autograd, or a
+            view of one. On the CPU, also if a target is out of range. (On CUDA, targets are not checked, because the
+            check would synchronize.)
         RuntimeError: in backward, for create_graph=True; with `inplace` also for a second backward.
     """
     how = criterion(weight, ignore_index, reduction, label_smoothing, z_loss, softcap, num_items_in_batch)

@@ -84,8 +84,8 @@ def linear_cross_entropy(
 
     Raises:
         TypeError: an argument has a wrong type.
-        ValueError: a shape, dtype or setting is wrong. On the CPU also: a target is out of range. On CUDA, this check
-            would synchronize.
+        ValueError: a shape, dtype or setting is wrong or, on the CPU, a target is out of range. (On CUDA, targets are
+            not checked, because the check would synchronize.)
         RuntimeError: in backward, for create_graph=True, or for a second backward through the same mean or sum.
     """
     how = criterion(class_weight, ignore_index, reduction, label_smoothing, z_loss, softcap, num_items_in_batch)
@@ -257,8 +257,9 @@ def _hand_over(parameter: Tensor, gradient: Tensor | None, wanted: Tensor, used:
     `gradient` is None.
 
     gradient: float32, of the parameter's shape; overwritten.
-    wanted: (1,) float32, the factor of the losses that backward requires, which includes the incoming gradient.
-    used: (1,) float32, the factor for which the forward has computed `gradient`.
+    wanted: (1,) float32, the factor of the losses for which the gradient is needed. It includes the incoming gradient.
+    used: (1,) float32, the factor of the losses for which `gradient` was computed. With reduction "none", backward has
+        computed `gradient` for the incoming gradient already, and `wanted` and `used` are both 1.
     """
     if gradient is None:
         return None

@@ -92,11 +92,9 @@ def _reads_wait(device: torch.device) -> bool:
 
 
 class _Forward:
-    """The hooks of one transformers model. While the model's forward runs, they replace a function of transformers.
+    """The hooks of one transformers model. During its forward, they replace the function `_FUNCTION` by `_preprocess`.
 
-    They replace the function whose name is `_FUNCTION` by `_preprocess`.
-
-    original: transformers' own function with that name.
+    original: transformers' own function with the name `_FUNCTION`.
     """
 
     def __init__(self, original: Callable[..., Any]) -> None:

@@ -97,7 +97,8 @@ class MemoryPlanner(Observer):
         model that has been deleted. So if there is a rank on which all blocks measured for the plan have been deleted,
         all ranks first replace the plan with a new, empty one.
 
-        Collective: every rank must call this method, because the ranks may delete a model at different times.
+        Collective: every rank must call this method. The ranks exchange whether these blocks have been deleted, because
+        they may delete a model at different times.
 
         block: the BlockState of the block, the object that runs its forward and backward.
         """
@@ -256,7 +257,8 @@ def _extend_keep_frozen(model: torch.nn.Module, world: World) -> None:
     """
     planner = world.schedule.observer(MemoryPlanner)
     if planner is None or not any(module in planner.residents for module in model.modules()):
-        # A resident buffer (one to be kept unsharded between steps) implies that keep_frozen is True, unless the buffer
-        # belongs to a block with CUDA graphs (`keeps_address`): such a buffer is resident with any keep_frozen.
+        # With keep_frozen="auto", only models in `planner.residents` have resident buffers (those to be kept unsharded
+        # between steps). So a resident buffer shows here that keep_frozen is True, unless the buffer belongs to a block
+        # with CUDA graphs (`keeps_address`): such a buffer is resident with any keep_frozen.
         if any(buffer.resident and not buffer.keeps_address for buffer in buffers_of(model)):
             keep_all(model, world)

@@ -40,7 +40,7 @@ _OCCASION = "a step with use_checkpoint='auto'"
 
 
 class Block(Protocol):
-    """The interface of a block (transformer layer) for this file: those attributes of `BlockState` that are used here.
+    """The attributes of `BlockState` (the state of one block, a transformer layer) that this file uses.
 
     Attributes:
         buffers: the flat buffers of the block's parameters.
@@ -416,7 +416,7 @@ class Activations:
     def add(self, block: AutoCheckpoint, measurement: Measurement) -> None:
         """Store how much memory and time a block's forward took, until the next backward ends.
 
-        `finish_backward` then makes the plan, which blocks keep their activations, from the stored measurements.
+        `finish_backward` then passes the measurement to `block` (`AutoCheckpoint.learn`). The next plan uses it.
 
         Args:
             block: the policy of the block whose forward was measured.
@@ -432,10 +432,10 @@ class Activations:
 
         * After a call with `recomputed=True`, the recomputed activations of a block are in memory until the next call
           or the end of the backward. The peak of this time is recorded as a peak of the backward.
-        * At other times, no recomputed activations are in memory, as in the forward. Their peak is recorded as a peak
-          of the forward, even if they are part of the backward.
+        * At other times, no recomputed activations are in memory, as in the forward. The peak of such a time is
+          recorded as a peak of the forward, even if the time is part of the backward.
 
-        This method also asks the schedule to call `finish_backward` at the end of this backward.
+        This method also makes the schedule call `MemoryPlanner.finish_backward` at the end of this backward.
 
         recomputed: True if a recomputation of a block begins now, False if the backward of a block begins.
         """

@@ -114,9 +114,9 @@ class _Keep(_Attention):
 
     def attend(self, function: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
         output = function(*args, **kwargs)
-        # If an argument requires a gradient, autograd saves the output for the backward of attention, so its memory
-        # stays valid without a copy. If no argument does, this may be compiled code, in which no tensor requires a
-        # gradient. Compiled code may reuse the output's memory, so copy the output.
+        # If an argument requires a gradient, autograd saves the output for the backward of attention, so the output's
+        # memory stays valid without a copy. If no argument does, this may be compiled code, in which no tensor requires
+        # a gradient. Compiled code may reuse the output's memory, so copy the output.
         graph = any(isinstance(value, torch.Tensor) and value.requires_grad for value in args)
         kept = pytree.tree_map_only(torch.Tensor, detach_in_mode if graph else _copied, output)
         self._outputs.append((kept, _versions(kept)))

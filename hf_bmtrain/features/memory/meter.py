@@ -40,8 +40,8 @@ class SavedBytes:
     def counting(self) -> Iterator[None]:
         """Return a context that adds to `nbytes` the bytes that autograd saves for backward inside it.
 
-        torch calls only the innermost saved-tensor hooks, which are this context's inside it. They call the hooks that
-        were active when the context was entered, so that these keep working.
+        torch calls only the innermost saved-tensor hooks. Inside the context, these are the hooks of the context, which
+        call the hooks that were active before it, so that the earlier hooks keep working.
         """
         pack, unpack = top_saved_tensors_hooks(True) or (_unchanged, _unchanged)
 
@@ -176,7 +176,7 @@ class Meter:
     steps) can be resharded at any time, so their bytes count as free.
 
     Attributes:
-        memory: the argument `memory`.
+        memory: reads the allocated, peak and usable bytes of the device.
         began: the number of bytes that were allocated when `begin` was called, without resident buffers.
 
     Args:

@@ -103,14 +103,17 @@ class Residents:
         self._inputs = MeasuredInputs()
         self._peak: int | None = None  # the peak of allocated bytes since measuring began; None while not measuring
         self._free = 0  # bytes free at the start of a pass: the smallest number since measuring began
-        # How many bytes fewer than `_free` may be free at the start of a pass before the ranks choose the buffers
-        # again: the bytes that the choice left free, plus usable() / _TOLERANCE.
+        # The ranks choose the buffers again if fewer than `_free` - `_spare` bytes are free at the start of a pass.
+        # `_spare` is the number of bytes that the choice left free, plus usable() / _TOLERANCE.
         self._spare = 0
         self._policies: list[Any] = []  # the recomputation policy of each block when measuring began
 
     @property
     def nbytes(self) -> int:
-        """The bytes of all buffers chosen to stay unsharded between steps, including those not yet all-gathered."""
+        """The bytes of all buffers chosen to stay unsharded between steps, including those not yet all-gathered.
+
+        Like `_kept`, it does not count buffers that were resharded and are not resident again yet.
+        """
         return sum(buffer.full_nbytes for buffer in self._kept())
 
     @property
@@ -121,7 +124,8 @@ class Residents:
     def _kept(self) -> list[ShardedBuffer]:
         """Return the buffers that are chosen to stay unsharded between steps.
 
-        The list is empty from a call of `reshard` until the next training forward.
+        The list is empty before the first choice, and from a call of `reshard` until a training forward makes the
+        chosen buffers resident (unsharded between steps) again.
         """
         if not self._keeping:
             return []
@@ -144,7 +148,7 @@ class Residents:
     def begin_forward(self, shapes: Shapes) -> None:
         """Prepare a training forward: keep the chosen buffers unsharded, or measure the memory that steps take.
 
-        Collective: every rank must call it. A pass consists of the forwards between two backwards. In this order:
+        Collective: every rank must call it. A pass consists of the forwards between two backwards. The steps are:
 
         1. Do nothing in this pass if less than a quarter of the parameters (in bytes) is frozen and no buffers have
            been chosen, or if the ranks have found that no buffer fits.

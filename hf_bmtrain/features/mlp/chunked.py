@@ -83,7 +83,7 @@ class _Call:
         count: the number of chunks.
         parameters: the parameters of the module that require a gradient.
         autocast: the device type and the dtype of autocast in the forward, or None if it was off.
-        random: torch's default generators from which the forward may draw, and their states before it.
+        random: torch's default generators from which the forward may draw, and their states before the forward.
         gradient: the gradient of the output. It is stored by the backward of `_Compute`, the autograd function that
             computes the output, and read by the backward of `_Keep`, which saves the input.
     """
@@ -97,9 +97,11 @@ class _Call:
 
     @contextmanager
     def context(self) -> Iterator[None]:
-        """Context manager for the backward: the forward's autocast, and random numbers as the forward drew them.
+        """Context manager for the backward, in which the chunks are recomputed as in the forward.
 
-        Autocast's cache is off, because it would keep the cast weights in memory.
+        It enables autocast if the forward used it, and sets the random generators to their states before the forward,
+        so that the same numbers are drawn. At the end, the generators get their present states back. Autocast's cache
+        is off, because it would keep the cast weights in memory.
         """
         present = [(generator, generator.get_state()) for generator, _ in self.random]
         kind = self.autocast

@@ -39,7 +39,7 @@ def divide(model: torch.nn.Module) -> tuple[list[torch.nn.Parameter], list[torch
     Muon updates the first list, and AdamW the second. A parameter is in the first list if it meets these conditions:
 
     * It is a matrix, or a stack of matrices (such as the experts of a layer), with at least two rows and two columns.
-    * All modules that use it are in blocks (transformer layers), and none of them is an embedding or a convolution.
+    * All modules that use it are in blocks, and none of them is an embedding or a convolution.
 
     Raises ValueError if tensor parallelism has split a parameter of the model.
     """
@@ -91,9 +91,9 @@ class Matrix:
         return [max(0, stop - start) for start, stop in map(self._range, range(self._size))]
 
     def local(self, rank: int) -> tuple[int, int]:
-        """Return where the matrix is in the local parameter of `rank` (the elements that `rank` stores): (start, stop).
+        """Return (start, stop), the range of the matrix's elements in the local parameter of `rank`.
 
-        These are indices into the local parameter. Returns (0, 0) if `rank` stores no element of the matrix.
+        Returns (0, 0) if `rank` stores no element of the matrix.
         """
         start, stop = self._range(rank)
         first = self._layout_range(rank).tensor_start if isinstance(self.parameter, DistributedParameter) else 0
@@ -108,7 +108,10 @@ class Matrix:
         return self.parameter.buffer.layout.range_of(self.parameter.index, rank)
 
     def _range(self, rank: int) -> tuple[int, int]:
-        """Return (start, stop) of the matrix's elements that `rank` stores, as indices into the flat full parameter."""
+        """Return (start, stop) of the matrix's elements that `rank` stores, as indices into the flat full parameter.
+
+        If `rank` stores no element of the matrix, `stop` is not above `start`.
+        """
         stop = self.start + math.prod(self.shape)
         if not isinstance(self.parameter, DistributedParameter):
             return self.start, stop
@@ -145,8 +148,9 @@ def assign(matrices: Sequence[Matrix], size: int) -> None:
     stores the largest part of it, which saves traffic. If that rank's total cost would then exceed an equal share (the
     cost of all matrices divided by `size`), the matrix goes to the rank with the smallest total cost so far instead.
 
-    matrices: the matrices. Their `owner` is set.
-    size: the number of ranks.
+    Args:
+        matrices: the matrices. Their `owner` is set.
+        size: the number of ranks.
     """
     totals, mean = [0] * size, sum(matrix.cost for matrix in matrices) / size
     for matrix in sorted(matrices, key=lambda matrix: -matrix.cost):

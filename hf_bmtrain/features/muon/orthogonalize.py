@@ -1,6 +1,7 @@
 """Muon's arithmetic on full matrices: the Newton–Schulz iteration, and the factor that multiplies the learning rate.
 
-Both repeat torch.optim.Muon's operations in the same order, so that the results for a 2-D matrix are bitwise equal.
+The operations and their order are those of torch.optim.Muon, so that the results for a 2-D matrix are bitwise equal to
+its results.
 """
 
 from __future__ import annotations

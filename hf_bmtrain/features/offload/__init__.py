@@ -2,5 +2,5 @@
 
 Files: `optimizer` contains AdamOffloadOptimizer. `slabs` allocates the state in host memory and cuts it into chunks.
 `device_update` copies the chunks to the GPU, updates them there and copies them back. `delta` computes the mean and
-variance of a step's update, for inspection.
+variance of a step's update divided by the learning rate, for inspection.
 """

@@ -1,4 +1,4 @@
-"""Compute the mean and variance, over all elements, of an optimizer step's update (for `record_delta`)."""
+"""Compute the mean and variance of an optimizer step's update divided by the learning rate (for `record_delta`)."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ...engine.ops.adam_step import Hyper
 from ...engine.optim.runs import RunState, stored_numel
 from ...engine.runtime.world import current_world
 
-PIECE = 1 << 20  # the most elements that one operation processes, so that temporary tensors take little memory
+PIECE = 1 << 20  # the largest number of elements of one operation, so that temporary tensors take little memory
 
 
 def delta_moments(states: Sequence[RunState], settings: Sequence[Hyper]) -> torch.Tensor:
@@ -52,7 +52,7 @@ def delta_moments(states: Sequence[RunState], settings: Sequence[Hyper]) -> torc
 
 
 def _deltas(state: RunState, settings: Hyper) -> Iterator[torch.Tensor]:
-    """Yield the last step's update δ (see `delta_moments`) of one run of parameters, in consecutive pieces.
+    """Yield δ (see `delta_moments`) for the elements of one run of parameters, in consecutive pieces.
 
     Each piece is (n,) float32 with n at most PIECE, on the device of the weights.
 

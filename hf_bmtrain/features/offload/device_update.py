@@ -29,8 +29,8 @@ class DeviceUpdate:
     * A download waits for the update of its chunk.
 
     The updates read gradients and the step's scalars, and write weights. The caller's current stream does not wait for
-    them. So before the caller queues work that uses the weights, or that overwrites gradients or scalars, it must make
-    its stream wait: by calling `wait()` on the events that `carry` yields, or on `updated`.
+    these updates by itself. Before the caller queues work that uses the weights, or that overwrites gradients or
+    scalars, it must therefore make this stream wait: by `wait()` of the events that `carry` yields, or of `updated`.
 
     Attributes:
         updated: the event that completes when the last queued update is complete.

@@ -52,8 +52,8 @@ class AdamOffloadOptimizer(AdamOptimizer):
         hold_steps: a parameter's first `hold_steps` steps update the moments but not the weights.
         record_delta: whether to compute, after every step, the mean and variance of its update divided by lr, over the
             elements on all ranks. `get_avg_delta()` and `get_var_delta()` return them. Use it only for inspection,
-            because it is slow: the host waits for the step, all state is copied to the device again, in parts of about
-            30 MiB, and a small all-reduce follows.
+            because it is slow: the host waits for the step, all state is copied to the device again, in pieces that
+            take about 30 MiB of device memory, and a small all-reduce follows.
         decoupled: whether the weight decay is decoupled from the gradient (AdamW). False adds it to the gradient (L2).
         exp_avg_dtype: the dtype of the first moment, float32 or bfloat16.
         state_bits: must be 32; AdamOptimizer also accepts 8.
@@ -154,8 +154,8 @@ class AdamOffloadOptimizer(AdamOptimizer):
         left = self._not_early()
         if left:
             self._step_runs(left)
-        # 3. Make later all-gathers wait until all ranks have completed these updates. This is collective, so every rank
-        # uses the same order.
+        # 3. Make later all-gathers wait until all ranks have completed these updates. `announce` is collective, so
+        # every rank must call it for the flat buffers in the same order.
         for owner in dict.fromkeys(self._states[number].run.owner for number in self._in_order(left)):
             if isinstance(owner, ShardedBuffer) and owner.update.ticket is not None:
                 owner.update.announce(owner.shard)
@@ -213,8 +213,7 @@ class AdamOffloadOptimizer(AdamOptimizer):
     def _in_order(self, numbers: Sequence[int]) -> list[int]:
         """Return `numbers`, indices of runs, in an order that is the same on all ranks.
 
-        A run consists of parameters that are updated together. The runs of a flat buffer (parameters that are sharded
-        together) are adjacent in this order.
+        A run consists of parameters that are updated together. The runs of a flat buffer are adjacent in this order.
         """
         return sorted(numbers, key=lambda number: self._states[number].index_base)
 
@@ -281,7 +280,7 @@ class AdamOffloadOptimizer(AdamOptimizer):
         if self._early.parameters:
             raise RuntimeError("update_in_backward() was entered again before step(). Call step() after each use.")
         if not self._is_held():
-            self._active = []  # the caller has changed the state: `step` takes it over, and updates all parameters
+            self._active = []  # the caller has changed `state`: let `step` copy the changes and update all parameters
         by_buffer: dict[ShardedBuffer, list[Any]] = {}
         for parameter in (p for group in self.param_groups for p in group["params"]):
             if isinstance(parameter, DistributedParameter) and parameter.requires_grad:
@@ -328,7 +327,7 @@ class AdamOffloadOptimizer(AdamOptimizer):
         earlier step, if no parameter of the buffer has a gradient, if the set of its parameters that have a gradient
         has changed since the last step, or if the user has replaced a `.grad`.
 
-        local_params: the local parameters (this rank's elements) of one flat buffer (parameters sharded together).
+        local_params: the trainable local parameters of one flat buffer that are in this optimizer.
         """
         local_params = [local for local in local_params if local.grad is not None]
         if not self._active or not local_params or not local_params[0].buffer.gradient.intact:
@@ -436,8 +435,7 @@ class _EarlyUpdates:
     have no effect.
 
     Attributes:
-        parameters: {updated parameter: (the gradient that was used, its version)}. The version is torch's counter of
-            writes to the gradient.
+        parameters: {updated parameter: (the gradient that was used, its version)}.
         settings: the settings of the parameter groups in the update, as `_snapshot` returns them.
     """
 
@@ -448,6 +446,6 @@ class _EarlyUpdates:
 def _snapshot(settings: Sequence[Hyper]) -> list:
     """Return the optimizer settings in a form that can be compared later, to find out whether a setting has changed.
 
-    A tensor is represented by (id, version), where the version is torch's counter of writes.
+    A tensor is represented by (id, version).
     """
     return [[(id(x), x._version) if isinstance(x, torch.Tensor) else x for x in numbers] for numbers in settings]

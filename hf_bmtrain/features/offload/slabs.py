@@ -23,7 +23,7 @@ CHUNK_ELEMENTS = 1 << 22
 large enough to reach PCIe's full speed, and small enough that one copy takes little time compared with a step."""
 ALIGNMENT = 64
 """The state of each run (parameters that are updated together) starts at a multiple of this many elements in its slab.
-The state is then aligned as well as the weights are in their shard."""
+Its alignment is then at least that of the weights in their shard."""
 
 
 @dataclass(frozen=True)
@@ -59,8 +59,7 @@ class Chunk:
     """A range of a slab (a large piece of host memory) that is copied to the device and updated there as one piece.
 
     Attributes:
-        owner: the parameters to which the state in this chunk belongs: a flat buffer (parameters that are sharded
-            together), or one ordinary (not sharded) parameter.
+        owner: the flat buffer, or the unsharded parameter, to which the state in this chunk belongs.
         slab: the slab.
         start: the index of the first element in the slab.
         stop: the index after the last element in the slab.
@@ -123,8 +122,7 @@ def cut(runs: Sequence[Run], places: dict[Run, Place], order: Sequence[int]) -> 
 
     Returns:
         The chunks. Each is a range of at most CHUNK_ELEMENTS elements of one slab (a large piece of page-locked host
-        memory). Runs of the same flat buffer (parameters that are sharded together) that are adjacent in `order` and
-        in the slab may share a chunk.
+        memory). Runs of the same flat buffer that are adjacent in `order` and in the slab may share a chunk.
     """
     chunks: list[Chunk] = []
     chunk = None

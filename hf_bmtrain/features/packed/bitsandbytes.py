@@ -2,7 +2,7 @@
 
 Weights that only one block uses keep their 4-bit codes. All others are dequantized.
 
-bitsandbytes is not imported; its classes are recognized by name, as transformers and PEFT do.
+bitsandbytes is not imported. Its classes are recognized by name, as in transformers and PEFT.
 """
 
 from __future__ import annotations
@@ -154,9 +154,9 @@ def _refusal(module: Any, key: str, parameter: Any) -> str | None:
         return f"is quantized to 8 bits (load_in_8bit=True), which cannot be sharded. {_LOAD}"
     if computes != "Linear4bit" or key != "weight" or "forward" in vars(module):
         return (
-            f"is the {key} of a {type(module).__name__} whose forward is {computes}'s or was set on the module, but "
-            "only the weight of a layer with the forward of bitsandbytes' Linear4bit can be sharded. Dispatching a "
-            f"model to several devices replaces the forwards of its modules. {_LOAD}"
+            f"is the {key} of a {type(module).__name__}, which runs the forward of {computes} or a function that "
+            "replaced it. Only the weight of a layer that runs the forward of bitsandbytes' Linear4bit can be sharded. "
+            f"Dispatching a model to several devices replaces the forwards of its modules. {_LOAD}"
         )
     state, wanted = _state(module, parameter), (module.out_features, module.in_features)
     if state is None:

@@ -24,8 +24,8 @@ from .arithmetic import CELL, Format
 class PackedKind(StorageKind):
     """The StorageKind of frozen parameters that are packed, that is, quantized to 4 or 8 bits.
 
-    A StorageKind tells `auto_wrap` in what form to store and send the shards of parameters. The method `make` of this
-    one returns a PackedStorage for a flat buffer (parameters that are sharded together).
+    A StorageKind tells `auto_wrap` in what form to store and send the shards of parameters. The method `make` of a
+    PackedKind returns a PackedStorage for a flat buffer (parameters that are sharded together).
 
     Attributes:
         form: the format in which the parameters are packed.

@@ -20,8 +20,8 @@ label tells the calls of a module apart: for a module "head" it is "head", "head
 def watched_modules(model: torch.nn.Module) -> dict[str, torch.nn.Module]:
     """Return {name: module} of the modules of `model` whose outputs `check_parity` compares.
 
-    These are the outermost blocks (transformer layers), and the modules outside them that have parameters of
-    their own, except `model` itself.
+    These are the outermost blocks, and the modules outside blocks that have parameters of their own, except `model`
+    itself.
     """
     found: dict[str, torch.nn.Module] = {}
     inside: set[torch.nn.Module] = set()

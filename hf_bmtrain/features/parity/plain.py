@@ -14,15 +14,15 @@ from ...engine.sharding.parameter import DistributedParameter
 from ...engine.sharding.slots import find_slots
 
 Wholes = dict[DistributedParameter, torch.nn.Parameter]
-"""{local parameter (this rank's elements): full parameter}."""
+"""{local parameter: full parameter}."""
 
 
 @torch.no_grad()
 def gather_full_params(model: torch.nn.Module) -> Wholes:
     """Return {local parameter: full copy} of the sharded parameters of `model`. Collective: every rank must call it.
 
-    The copies are assembled from the local parameters (each rank's elements), independently of the all-gathers of a
-    forward, because those are under test.
+    The copies are assembled from the ranks' local parameters, and not by the all-gathers of a forward, because
+    `check_parity` tests these all-gathers.
     """
     full_params: Wholes = {}
     for sharded in model.parameters():
@@ -39,12 +39,12 @@ def shown_plain(model: torch.nn.Module, full_params: Wholes) -> Iterator[None]:
 
     `check_parity` uses it to compute the results of plain torch, with which it compares those of the sharded model. In
     the context, the model performs no all-gathers, reductions or recomputations, and compiled blocks run without
-    compilation. When Trainer saves full weights, `save_pretrained` also runs in this context, in which all modules have
-    full parameters.
+    compilation. The context is also used when Trainer saves full weights, so that `save_pretrained` finds full
+    parameters in all modules.
 
     Args:
         model: the wrapped model.
-        full_params: {local parameter (this rank's elements): full parameter}, for all sharded parameters of the model.
+        full_params: {local parameter: full parameter}, for all sharded parameters of the model.
     """
     slots = find_slots(model.modules())
     extended = [(module, type(module)) for module in model.modules() if own_class(module) is not type(module)]

@@ -16,14 +16,14 @@ from ..replay.replay import Snapshot
 class TrainingState:
     """Saves what the steps of `check_parity` change, so that training continues afterwards as if they had not run.
 
-    It contains copies of this rank's shards of the weights, of the buffers, and of the states of the random generators.
-    It also contains the attributes of modules, but does not copy tensors among them. Creating this object changes the
-    model until `restore` is called:
+    It contains copies of this rank's weight shards, of the modules' buffers, and of the states of random generators. It
+    also refers to the values of the modules' attributes; tensors among them are not copied. Creating this object
+    changes the model until `restore` is called:
 
     * Gradients and gradient hooks are set aside. The steps of `check_parity` begin without gradients, and call none of
       these hooks.
-    * Every block (transformer layer) is recomputed in backward, unless its recomputation is off. This replaces the
-      policy of use_checkpoint="auto", which would otherwise measure the memory of these steps.
+    * Every block is recomputed in backward, unless its recomputation is off. This replaces the policy of
+      use_checkpoint="auto", which would otherwise measure the memory of these steps.
 
     Args:
         model: the wrapped model.

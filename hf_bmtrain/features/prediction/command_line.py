@@ -1,6 +1,6 @@
 """The options of `python -m hf_bmtrain.memory`, which predicts the memory of a training step.
 
-Parsing them does not import transformers, which takes seconds.
+This file does not import transformers: the import takes seconds, and `--help` and wrong options are answered before it.
 """
 
 from __future__ import annotations

@@ -96,8 +96,9 @@ def _size(nbytes: int) -> str:
 def usable_bytes(total: int, ranks: int) -> int:
     """Return the bytes available for tensors on a device: its memory minus the CUDA context, NCCL and a reserve.
 
-    The reserve is 5 % of the memory, and at least 2 GiB, as in `DeviceMemory.usable`. So a prediction and a plan for
-    use_checkpoint="auto" start from about the same number of bytes, unless other processes use the device.
+    The reserve is 5 % of the memory, and at least 2 GiB, as in `DeviceMemory.usable`. In a prediction,
+    use_checkpoint="auto" and keep_frozen="auto" therefore start from about as many bytes as in training, unless other
+    processes use the device.
 
     Args:
         total: the bytes of memory of the device.

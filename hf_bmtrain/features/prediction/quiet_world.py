@@ -1,4 +1,4 @@
-"""A world (set of ranks) of any size, simulated in one process on the meta device. Collectives transfer no data."""
+"""A world of any size, simulated in one process on the meta device. Collectives transfer no data."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ class _MetaPeers:
 
 
 def quiet_world(size: int, memory: Any) -> World:
-    """Return a simulated World (ranks and their communicators), in which this process is rank 0 on the meta device.
+    """Return a simulated World, in which this process is rank 0 on the meta device.
 
     Collectives transfer no data. `current_world` does not change. With several ranks, large shards and their reductions
     are allocated as in training on one host whose GPUs copy from each other's memory (`gather="peer"`), so that this

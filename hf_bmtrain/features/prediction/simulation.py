@@ -23,7 +23,7 @@ from .quiet_world import META, quiet_world
 
 _STEPS = 2
 """The number of simulated steps: two, because only the second step begins with the optimizer's state in memory.
-With use_checkpoint="auto" there is one more step, because training then measures the first step."""
+With use_checkpoint="auto" there is one more step, because the first step is then measured, as in real training."""
 Phase = tuple[str, int, int]
 """(name, live bytes at the end, peak of live bytes) of a phase of a step: "forward", "backward" or "optimizer"."""
 
@@ -93,10 +93,9 @@ def simulate(
 ) -> Simulated:
     """Train `model` on the meta device for a few steps, as rank 0 of `ranks`, and record the memory.
 
-    `predict_memory` calls this to predict the GPU memory of real training.
-
     There are two steps, because only the second begins with the optimizer's state in memory. With use_checkpoint="auto"
-    there are three, because training then measures the first step.
+    there are three, because the first step is then measured, as in real training, and the blocks that are recomputed
+    are chosen from this measurement.
 
     Args:
         model: a model on the meta device to which `auto_wrap` was not applied. It cannot be used afterwards.
@@ -204,7 +203,7 @@ def _peak(live: LiveBytes, first: int) -> int:
 def _label(world: World, stage: str) -> str:
     """Return the name of the part of the step that is running, for `Change.label`.
 
-    In the forward it is "block", or "outside" if no block (transformer layer) is running. In the backward it is
+    In the forward it is "block", or "outside" if no block is running. In the backward it is
     "recomputation" while a forward is repeated, and otherwise "backward". At other times it is `stage`.
 
     world: the simulated world.

@@ -4,6 +4,6 @@ A layer's forward may change buffers (running means), attributes (counters), ran
 arguments (a key-value cache). A recomputation must start from the state before the first forward, and must leave the
 current state unchanged.
 
-Files: `replay` saves and restores the state of a block, around the first forward and each recomputation, or of a whole
-model. `generators` finds random generators, and reads and writes their states.
+The file `replay` saves and restores this state: that of a block, around the first forward and each recomputation, or
+that of a model. It also finds random generators, and reads and writes their states.
 """

@@ -31,8 +31,9 @@ _STANDARD = frozenset(vars(torch.nn.Module())) | {
     "config",
     "forward",
 }
-"""Names of attributes that are not saved, because a forward does not change them: those of every torch.nn.Module, those
-of this library, `config` and `forward`."""
+"""Names of attributes that `Attributes` does not save. Those of every torch.nn.Module are left out, because what a
+forward may change of them (buffers, mode and hooks) is saved separately. The others are left out, because a forward
+does not change them: those of this library, `config` and `forward`."""
 _HOOKS = (
     "_forward_pre_hooks", "_forward_hooks", "_forward_pre_hooks_with_kwargs", "_forward_hooks_with_kwargs",
     "_forward_hooks_always_called",
@@ -55,10 +56,11 @@ class Replay:
     * Buffers. The layer's first forward in each mode copies all buffers, and compares their values afterwards, which
       makes the host wait for the device. Later forwards in this mode copy only the buffers that the first one changed.
       The mode is the attribute `training` of the layer and of all modules inside it.
-    * The mode: the recomputation runs in that of the forward, even if the user has called `eval()` since.
+    * The mode: the recomputation runs in the mode of the forward, even if the user has called `eval()` since.
     * Random generators: the global ones of Python and NumPy, and those in attributes and arguments, also inside
       containers. Only those that the forward used are restored. torch's default generators are left out, because
-      torch's checkpoint restores them. Generators that only code refers to, such as global variables, are not found.
+      torch's checkpoint restores them. Generators to which only code refers, such as those in global variables, are
+      not found.
     * Attributes, and the items of containers in attributes and arguments. Only references to them are saved. If a
       forward assigns another tensor, `restore` puts the old one back. If a forward writes to a tensor in place, the
       recomputation reads the new values.
@@ -129,7 +131,7 @@ class Replay:
         generators, hooks = Generators.reachable(attributes, arguments), Hooks(attributes.hooks)
         snapshot = Snapshot(self._by_module(copies), attributes, arguments, generators, hooks)
         yield snapshot
-        generators.keep_moved()  # to leave the others alone, from which another thread may draw during backward
+        generators.keep_moved()  # `restore` must not touch unused ones: other threads may draw from them
         after = self._present()
         changed = {n for n, b in before.items() if after[n] is not b or _version(b) != versions[n]}
         if known is None:  # batch norm writes its buffers without incrementing their versions, so compare values too
@@ -207,8 +209,8 @@ class Snapshot:
         arguments: the items of the mutable containers (lists, dicts, caches) in the forward's arguments. Tensors among
             them are not copied.
         generators: the states of random generators.
-        hooks: forward hooks. `Snapshot.of` saves none, because a forward that only measures may register hooks itself:
-            `Snapshot.restore` then leaves all hooks as they are.
+        hooks: forward hooks. `Snapshot.of` saves none, so `Snapshot.restore` leaves all hooks as they are, including
+            those that its caller has registered in the meantime.
     """
 
     def __init__(
@@ -479,7 +481,7 @@ class Attributes:
         return self._layer().training, *map(_TRAINING, self._inner)  # pyright: ignore[reportOptionalMemberAccess]
 
     def set_modes(self, modes: Sequence[bool]) -> Sequence[bool]:
-        """Set `training` of all modules to the values that `modes` returned earlier. Return the present values."""
+        """Set `training` of all modules to `modes`, an earlier result of `self.modes()`. Return the previous values."""
         present = self.modes()
         if modes != present:
             for attributes, training in zip([vars(self._layer()), *self._inner], modes):
@@ -535,7 +537,7 @@ class Generators:
     def reachable(cls, attributes: Attributes, arguments: Contents, others: Iterable[Any] = ()) -> Generators:
         """Save the states of all generators from which a forward may draw, as far as they can be found.
 
-        None is saved while torch.compile traces the forward, because it cannot trace code that reads their states.
+        While torch.compile traces the forward, no states are saved, because it cannot trace code that reads them.
 
         Args:
             attributes: the attributes of the modules. Generators in them are saved.
@@ -629,7 +631,7 @@ _python: Any = random.getstate.__self__  # pyright: ignore[reportFunctionMemberA
 _head = object.__basicsize__  # the reference count and the type, which come before the words
 _python_words = (ctypes.c_char * (_PlainRandom.__basicsize__ - _head)).from_address(id(_python) + _head)
 _NumpyWords = ctypes.c_char * (4 * (624 + 1))  # the words and the position
-_known_python: tuple[bytes, float | None, Any] = (b"", None, None)  # words, kept normal number and state, as last read
+_known_python: tuple[bytes, float | None, Any] = (b"", None, None)  # words, `gauss_next` and state, as last read
 _known_numpy: tuple[bytes, Any] = (b"", None)  # words and state, as last read
 
 
@@ -649,8 +651,9 @@ def _read_numpy() -> Any:
     words = _NumpyWords.from_address(bits.ctypes.state_address).raw
     if words != _known_numpy[0]:
         _known_numpy = words, np.random.get_state()
-    # A normal number that is kept for the next call, the second of a pair, is not in this memory. Without one, there is
-    # none until the memory changes, unless np.random.set_state sets one for the same words, which is not noticed.
+    # NumPy draws normal numbers in pairs, and keeps the second one outside this memory, until the next call takes it.
+    # While a number is kept, read the state again. Otherwise, the state changes only together with this memory. (If
+    # np.random.set_state sets the same words with a kept number, this is not noticed.)
     return np.random.get_state() if _known_numpy[1][3] else _known_numpy[1]
 
 
@@ -706,7 +709,7 @@ def keep_scripts() -> None:
 
     Otherwise a recomputation could go wrong. TorchScript optimizes a function at its second call, which may be the
     recomputation of the first call. Autograd would then save other tensors in the recomputation than in the forward.
-    torch's checkpoint matches the saved tensors of both by their order, so it would mix them up.
+    torch's checkpoint matches the tensors that the two runs save by their order, so it would mix them up.
 
     The setting holds only for the thread that calls this, and backward may recompute in a thread of autograd. So this
     is called both before each forward that will be recomputed, and before each recomputation.

@@ -141,10 +141,11 @@ def _attend(
 
 
 def _at_own_temperature(module: Any, parts: Parts, query: torch.Tensor) -> torch.Tensor:
-    """Return the queries of a Llama 4 layer without RoPE, scaled by the factors of their positions in the whole row.
+    """Return the queries of a Llama 4 layer without RoPE, each scaled by the factor of its position in the row.
 
-    The module has already scaled them in its forward, but for wrong positions: as if this rank's first token were the
-    first of the row. So the factor of the wrong position is divided out here.
+    The module has already scaled the queries in its forward, but for wrong positions: as if this rank's first token
+    were the first of the row. This function divides by the factor of the wrong position, and multiplies by the right
+    one.
 
     Args:
         module: the Llama4TextAttention.
@@ -171,7 +172,8 @@ def _common_dtype(*tensors: torch.Tensor) -> torch.dtype:
 def _function(inner: str, module: torch.nn.Module) -> Callable[..., Any]:
     """Return the attention function of transformers named `inner`.
 
-    "eager" is not registered under its name; it is looked up in the file that defines the class of `module`.
+    "eager" is not registered under its name. It is looked up in the file that defines the class of `module`, then in
+    the files of its base classes.
     """
     functions: Any = getattr(sys.modules["transformers.modeling_utils"], _INTERFACE)
     files = [sys.modules.get(each.__module__) for each in type(module).__mro__] if inner == "eager" else []

@@ -37,7 +37,7 @@ def choose_blocks(model: torch.nn.Module, layers: Sequence[torch.nn.Module]) -> 
 
     Args:
         model: a model from transformers.
-        layers: the model's blocks (transformer layers).
+        layers: the model's blocks.
 
     Raises:
         ValueError: sequence parallelism does not support the model. The message contains the reason.
@@ -98,7 +98,7 @@ def trunk_of(model: torch.nn.Module, layer: torch.nn.Module) -> torch.nn.Module:
 
     Args:
         model: the model.
-        layer: one of its blocks (transformer layers).
+        layer: one of its blocks.
     """
     for module in model.modules():
         for child in module.children():
@@ -126,8 +126,8 @@ def loss_kind(model: Any) -> str | None:
     """Return which kind of loss the forward of `model` computes from labels.
 
     The kind determines how the labels are divided among the ranks, and how the ranks' losses are combined. Below,
-    `num_items_in_batch` is an argument of the forward: transformers' losses divide the sum of the losses of all labels
-    by this number.
+    `num_items_in_batch` is an argument of the forward. If it is given, transformers' losses divide the sum of the
+    labels' losses by it, instead of by the number of labels.
 
     Returns:
         "shifted": transformers' causal loss, which shifts `labels` by one, or uses the shifted labels `shift_labels`.
@@ -203,9 +203,11 @@ def _scores(model: Any) -> bool:
 
 
 def _pools(module: Any) -> bool:
-    """Return whether the forward of `module` computes one vector for a whole row (pools its tokens).
+    """Return whether the forward of `module` seems to compute one vector for a whole row (to pool its tokens).
 
     Sequence parallelism does not support this outside blocks, where each rank has only a part of the tokens of a row.
+    The result is a guess: it is True if the forward has a local variable or argument with "pool" in its name, unless
+    `module.pooler` is None.
     """
     code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
     pools = code is not None and any("pool" in name for name in code.co_varnames)

@@ -77,9 +77,7 @@ class Groups:
         return SameRows(self) if dim < 0 else Part(self, dim)
 
     def ranks_with_this_part(self, world: World) -> World:
-        """Return a World (ranks and communicators) of the ranks that have the same part of split tensors as this rank.
-
-        There is one such rank in each tensor-parallel group.
+        """Return a World of the ranks that have the same part of split tensors as this rank: one in each group.
 
         world: the World of all ranks.
         """
@@ -95,7 +93,7 @@ class Groups:
 
 @dataclass(frozen=True)
 class SameRows(StorageKind):
-    """The StorageKind (how to shard) of unsplit parameters with `tp_mode=True`.
+    """The StorageKind of unsplit parameters with `tp_mode=True`.
 
     `tp_mode`, an argument of DistributedParameter, says that all ranks of a tensor-parallel group use the parameter for
     the same rows of the batch. These parameters are sharded over all ranks, and their gradients are averaged over all
@@ -116,7 +114,7 @@ class SameRows(StorageKind):
 
 @dataclass(frozen=True)
 class Part(StorageKind):
-    """How to shard this rank's parts of tensors that tensor parallelism splits over the ranks of a group.
+    """The StorageKind of this rank's parts of tensors that are split over a tensor-parallel group.
 
     Each part is sharded over the ranks that have the same part, one in each group, and its gradient is averaged over
     these ranks.
@@ -145,7 +143,7 @@ class _Posts(ObjectComm):
 
     control: the ObjectComm of all ranks.
     size: the number of ranks that have the same part.
-    group: the index of the part.
+    group: the index of this part among the parts of a tensor, 0 to tp_size - 1.
     """
 
     def __init__(self, control: ObjectComm, size: int, group: int) -> None:

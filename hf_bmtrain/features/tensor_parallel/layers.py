@@ -153,8 +153,8 @@ class ColumnParallelLinear(DistributedModule):
 
     Collective: every rank must create it and call its forward. With tp_size 1 nothing is split.
 
-    `weight` is this rank's part (out_features / tp_size, in_features), and `bias` (out_features / tp_size,). Each part
-    is sharded over the ranks that have the same part. State dicts contain the whole tensors. Weight and bias are zero
+    `weight` (out_features / tp_size, in_features) and `bias` (out_features / tp_size,) are this rank's parts. They are
+    sharded over the ranks that have the same parts. State dicts contain the whole tensors. Weight and bias are zero
     until they are loaded, or until `init_parameters` draws the weight from the Glorot normal distribution.
 
     Rows are dimension 0. In the shapes below, n is the number of rows that belong to one rank, the same on all ranks of
@@ -340,16 +340,18 @@ class VPEmbedding(DistributedModule):
             return F.embedding(x, self.weight)
         tokens = x if self.same_rows else gather_rows(grid, x)
         outside = (tokens < 0) | (tokens >= grid.size * self.vocab_size_per_partition)
-        if tokens.device.type == "cpu" and outside.any():  # on a GPU, the host would wait for this
+        if tokens.device.type == "cpu" and outside.any():  # on a GPU, `any` would make the host wait
             where = tuple(outside.nonzero()[0].tolist())
             raise IndexError(
                 f"VPEmbedding: token {tokens[where].item()} at {list(where)} is not in "
-                f"[0, {grid.size * self.vocab_size_per_partition}), the tokens of the vocabulary. This holds for "
-                f"{int(outside.sum())} of {outside.numel()} tokens{'' if self.same_rows else ' of all ranks'}."
+                f"[0, {grid.size * self.vocab_size_per_partition}), the range of the vocabulary. In total, "
+                f"{int(outside.sum())} of {outside.numel()} tokens{'' if self.same_rows else ' of all ranks'} are "
+                "outside it. Correct the tokens, or create the layer with a larger vocab_size."
             )
         others = (tokens < self.start_index) | (tokens >= self.end_index)
         own = F.embedding((tokens - self.start_index).masked_fill(others, 0), self.weight)
-        # Each token's embedding is on one rank; other ranks add zeros. That of a wrong token is NaN.
+        # Only one rank has the embedding of a token, and the others add zeros. For a token outside the vocabulary, all
+        # ranks add NaN.
         rest = torch.zeros_like(tokens, dtype=own.dtype).masked_fill(outside, torch.nan)
         own = torch.where(others.unsqueeze(-1), rest.unsqueeze(-1), own)
         return add(grid, own) if self.same_rows else add_rows(grid, own)

@@ -60,9 +60,10 @@ class TensorParallel(Extension):
     This extension does nothing unless `init_distributed` got a `tp_size` above 1. It splits no layers of a model in
     which layers are already split, such as a model with bmt.nn.ColumnParallelLinear.
 
-    `admit` and `choose` raise ValueError if a model or an argument of `auto_wrap` does not work with `tp_size`. For
-    example, the model has neither a plan nor layers that are already split, its number of attention heads is not a
-    multiple of `tp_size`, `sequence_parallel` is above 1, or adapters were added to a model that has a plan.
+    `admit`, `choose` and `connect` raise ValueError if a model or an argument of `auto_wrap` does not work with
+    `tp_size`. For example, the model has neither a plan nor layers that are already split, its number of attention
+    heads is not a multiple of `tp_size`, `sequence_parallel` is above 1, or adapters were added to a model that has a
+    plan.
 
     `connect` sets `Schedule.collective_layers` to True, because split layers issue collectives in their forwards. A
     forward that is recomputed in backward issues them again. The flag tells the engine that all ranks must therefore
@@ -168,7 +169,8 @@ class TensorParallel(Extension):
         grid = plan.world.grid
         if grid is None:
             return
-        # All ranks would have to plan together what they recompute, but ranks that run different blocks plan alone.
+        # With split layers, all ranks must recompute the same blocks, so use_checkpoint='auto' would have to choose
+        # these blocks for all ranks together. But with an uneven model, each rank chooses by itself.
         if self._plans and getattr(plan.model, "_uneven", False):
             raise ValueError(
                 f"auto_wrap: with tp_size, use_checkpoint='auto' does not support {type(plan.model).__name__}, because "
@@ -189,10 +191,10 @@ class TensorParallel(Extension):
 
 
 def _check_same_inputs(model: torch.nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
-    """Raise RuntimeError if the ranks of a tensor-parallel group called the model with different token ids.
+    """Raise RuntimeError if the ranks of a tensor-parallel group called the model with different batches.
 
-    All integer and bool tensors in the arguments are compared. The ranks of a tensor-parallel group compute the same
-    rows together, so they must get the same batch. Collective: every rank of the group must call it.
+    The ranks of a group compute the same rows together, so they must get the same batch. Only integer and bool tensors
+    in the arguments, such as token ids, are compared, by a checksum. Collective: every rank of the group must call it.
     """
     grid = current_world().grid
     values = [each for each in pytree.tree_leaves((args, kwargs)) if isinstance(each, torch.Tensor)]
@@ -281,7 +283,7 @@ def _split(module: Any, dim: int) -> None:
     tensor-parallel group: with `dim` 0, it sums the gradients of the input in the backward; with `dim` 1, it sums the
     outputs in the forward.
 
-    module: the layer. With `dim` 1, it has no bias (which the sum would add several times).
+    module: the layer. With `dim` 1, it must have no bias, because the sum of outputs would contain it several times.
     dim: the dimension of the weight that is split: 0 for output features, 1 for input features.
     """
     world, grid = current_world(), current_world().grid

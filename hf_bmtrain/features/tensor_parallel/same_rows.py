@@ -33,10 +33,10 @@ class SameRowsCheck(Observer):
     `tp_mode` is an argument of DistributedParameter. With it, the user declares how the ranks of a group use a
     parameter:
 
-    * True: all ranks use it for the same rows of the batch. Their gradients should then be equal, and are averaged. If
-      in fact the rows differ, the result is tp_size times too small.
-    * False: each rank uses it for different rows. Their gradients are summed. If in fact the rows are the same, the
-      result is tp_size times too large.
+    * True: all ranks use it for the same rows of the batch. The ranks' gradients should then be equal, and are
+      averaged. If in fact the rows differ, the mean is tp_size times too small.
+    * False: each rank uses it for different rows. The ranks' gradients are summed. If in fact the rows are the same,
+      the sum is tp_size times too large.
 
     Each parameter is checked once, at the end of the first backward in which it has a gradient (`end_backward`). Parts
     of split weights are not checked. Gradients count as equal if their norms are equal up to rounding, and as different
@@ -44,10 +44,11 @@ class SameRowsCheck(Observer):
 
     * With `tp_mode=True`: if the ranks of a group have different gradients of any parameter, every rank raises
       RuntimeError.
-    * With `tp_mode=False`: parameters with a gradient of 0 on all ranks are left out. If there are at least two others,
-      and the ranks of each group have equal gradients of every one, every rank raises RuntimeError. If only some, or
-      the only one, have equal gradients, rank 0 logs a warning that names them. There is no error then, because
-      `tp_mode` may be right: if the loss is the sum of the outputs, a bias has equal gradients for different rows.
+    * With `tp_mode=False`: parameters whose gradient is 0 on all ranks are ignored. If at least two parameters remain,
+      and the ranks of each group have equal gradients of all of them, every rank raises RuntimeError. If the gradients
+      are equal for only some of them, or if only one parameter remains and its gradients are equal, rank 0 logs a
+      warning with the names. It is not an error, because `tp_mode` may be right: if the loss is the sum of the outputs,
+      for example, a bias has equal gradients for different rows.
 
     Args:
         world: the world of this process. The check adds itself to the observers of its schedule.

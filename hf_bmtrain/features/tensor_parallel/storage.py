@@ -9,11 +9,11 @@ from ...engine.sharding.storage import Storage, StorageKind
 
 
 class WholeStorage(Storage):
-    """Storage (how shards are kept and sent) of unsplit parameters that a tensor-parallel group uses for the same rows.
+    """Storage of unsplit parameters that all ranks of a tensor-parallel group use for the same rows of the batch.
 
-    The rows are those of the batch. The parameters are those that were created with `tp_mode=True` and, if a model is
-    split by its tensor-parallel plan, its unsplit parameters, except those that each rank applies only to its own
-    features. The elements are stored unchanged, as in `Storage`. The only difference is that `kind` is not None here.
+    These are the unsplit parameters that were created with `tp_mode=True`. In a model that is split by its
+    tensor-parallel plan, they are all unsplit parameters except those that each rank applies only to its own features.
+    The elements are stored unchanged, as in `Storage`. The only difference is that `kind` is not None here.
 
     Args:
         kind: the StorageKind that made this storage. It determines over which ranks the gradient is averaged. If a full
@@ -26,7 +26,7 @@ class WholeStorage(Storage):
 
 
 class PartStorage(WholeStorage):
-    """Storage (how shards are kept and sent) of this rank's parts of tensors split over a tensor-parallel group.
+    """Storage of this rank's parts of tensors that are split over a tensor-parallel group.
 
     It stores the elements of this rank's part unchanged, and converts parts to and from whole tensors for checkpoints.
 
@@ -63,7 +63,7 @@ class PartStorage(WholeStorage):
         is split on dimension 0, the saved shape is that of the whole tensor. If it is split on another dimension, the
         parts are saved as a stack, (tp_size, *shape of a part).
 
-        index: the index of the parameter in its flat buffer (the parameters that are sharded together).
+        index: the index of the parameter in its flat buffer.
 
         Returns:
             (the shape of the saved tensor, the index of this rank's first element in the flattened saved tensor).

@@ -21,8 +21,7 @@ class CountUse:
     corrects it.
 
     Pass the tensor that `observed` returns to the code, in place of `num_items_in_batch`. After the code has run, read
-    `seen`. Code uses the tensor if it computes with it or reads its value, but not if it reads only its dtype, shape or
-    device.
+    `seen`. Computing with the tensor and reading its value count as a use. Reading its dtype, shape or device does not.
 
     Attributes:
         seen: whether code has used the tensor that the last call of `observed` returned.
@@ -46,8 +45,8 @@ def hide_from_blocks(model: Any) -> None:
     """Let the blocks of `model` get `num_items_in_batch` as a plain tensor, and not as one that `CountUse` observes.
 
     `num_items_in_batch` is the number of labels of a step, by which a loss may be divided. Transformers' models pass
-    all their keyword arguments on to their layers, which do not compute the loss. But the engine and compiled blocks
-    may read the arguments, which must not count as a use.
+    all their keyword arguments on to their layers. The layers do not compute the loss, but the engine and compiled
+    blocks may read the arguments of layers, and such a read must not count as a use.
 
     model: the sharded model, after a call of `claim_hooks`.
     """

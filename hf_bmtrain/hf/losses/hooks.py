@@ -20,13 +20,14 @@ COUNT = "num_items_in_batch"
 IGNORED = -100
 """The label that losses ignore by default."""
 _HOOKS = "_bmt_loss_hooks"
-"""Name of an attribute of the base model: for each of its Trainers, oldest first, (weak reference to the Trainer, the
-handles of its hooks)."""
+"""Name of an attribute of the base model (the model without PEFT's wrapper). Its value is a list with a pair for each
+Trainer of the model, oldest first: (weak reference to the Trainer, the handles of its hooks)."""
 _UNCOUNTED = "_bmt_uncounted_labels"
 """Name of an attribute that the base model (the model without PEFT's wrapper) has while the context `labels_uncounted`
 is active, in which loss hooks count no labels."""
 _WITHOUT_ROWS = "_bmt_parts_without_rows"
-"""Name of an attribute that the base model has while the context `parts_without_rows` is active: their number."""
+"""Name of an attribute that the base model has while the context `parts_without_rows` is active. Its value is the
+number of parts (micro-batches of ranks) that have no rows."""
 _LOSS = re.compile(r"(?<=\w)Loss$|_loss$|(^|_)cross_entropy|loss_(fct|fn)$|^criterion$")
 """Matches the names of functions, classes and attributes that compute a loss."""
 
@@ -60,11 +61,14 @@ def claim_hooks(model: Any, trainer: object) -> bool:
 
 
 def _computes(trainer: object, model: Any) -> bool:
-    """Return whether `trainer`, a Trainer of `model`, computes the loss of the forward of `model` that runs now.
+    """Return whether `trainer` is the one that computes the loss of the forward of `model` that runs now.
 
-    True for the only Trainer of the model. If there are several, the innermost Trainer on the call stack computes,
-    because one may run inside another, as in an evaluation by a callback. If that is none of the model's Trainers (the
-    program itself, or the Trainer of another model, calls the model), it is the newest one. False if `trainer` is None.
+    If the model has one Trainer, this Trainer computes the loss. If it has several, the innermost Trainer on the call
+    stack does, because one Trainer may run inside another, as in an evaluation by a callback. If the innermost Trainer
+    is not one of the model's, or no Trainer is on the call stack, the model's newest Trainer computes the loss.
+
+    trainer: a Trainer of the model, or None if it was deleted. The result for None is False.
+    model: the sharded model, after a call of `claim_hooks`.
     """
     owners = [each for owner, _ in vars(base_of(model))[_HOOKS] if (each := owner()) is not None]
     computing = calling_trainer() if len(owners) > 1 else None
@@ -145,7 +149,7 @@ def keep_hooks(model: Any, *handles: RemovableHandle) -> None:
 
 @contextmanager
 def _noted(model: Any, name: str, value: Any) -> Iterator[None]:
-    """Context manager inside which the base model of `model` has the attribute `name`."""
+    """Context manager inside which the base model of `model` has an attribute `name` with the value `value`."""
     record = vars(base_of(model))
     record[name] = value
     try:
@@ -168,8 +172,8 @@ def parts_without_rows(model: Any, number: int) -> AbstractContextManager[None]:
     """Return a context manager inside which the loss hooks of `model` know how many parts of a step have no rows.
 
     A part is the micro-batch of one rank (or of several ranks that share rows). In the last batch of an epoch or an
-    evaluation, ranks may have no rows. They compute repeated rows, whose losses do not count. So a loss that is a mean
-    over the parts, such as the auxiliary loss of a router, is a mean over the other parts only.
+    evaluation, ranks may have no rows. They compute repeated rows, whose losses do not count. A loss that is a mean
+    over the parts, such as the auxiliary loss of a router, must then be averaged over the parts with rows only.
 
     Args:
         model: the sharded model.
@@ -179,7 +183,7 @@ def parts_without_rows(model: Any, number: int) -> AbstractContextManager[None]:
 
 
 def count_parts_without_rows(model: Any) -> int:
-    """Return the number that the context `parts_without_rows` of `model` has got; 0 if it is not active."""
+    """Return the `number` that was passed to `parts_without_rows` for `model`; 0 if this context is not active."""
     return vars(base_of(model)).get(_WITHOUT_ROWS, 0)
 
 

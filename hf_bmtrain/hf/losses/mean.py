@@ -36,8 +36,8 @@ _log = logging.getLogger("hf_bmtrain")
 _OF_ROWS = re.compile("CTC|RNNT|TDT")
 """Matches the names of losses that are a mean over rows (sequences), not over labels."""
 _OF_SENTENCES = {"next_sentence_label", "sentence_order_label", "sentence_image_labels"}
-"""Names of label arguments with one label per row, of models such as BERT for pretraining. Their loss is the sum of two
-means: over tokens, and over rows."""
+"""Names of arguments with one label per row, which models such as BertForPreTraining take. The loss of these models is
+the sum of two means: over tokens, and over rows."""
 
 
 def follow_mean_loss(model: Any, trainer: transformers.Trainer) -> Callable[[], bool]:
@@ -130,7 +130,8 @@ class _Forward:
     Attributes:
         may_be_mean: False if the loss of every forward is known to be divided by `num_items_in_batch`.
         ignored: whether the last forward has ignored `num_items_in_batch`.
-        observed: whether `ignored` was observed. It may then differ between ranks.
+        observed: whether `ignored` was found by running the code, and not from names in it. If so, `ignored` may differ
+            between ranks.
         name: the name of the `loss_function` that the last forward called; "" if it called none.
     """
 
@@ -203,7 +204,7 @@ class _ObservedFunction:
         self.function, self._use = function, CountUse()
         name = getattr(function, "__name__", type(function).__name__)
         self._correct = _Correction(
-            name, trainer, "let it return the sum of the losses of all labels, divided by num_items_in_batch"
+            name, trainer, "let this function return the sum of the losses of all labels, divided by num_items_in_batch"
         )
 
     def is_for(self, trainer: transformers.Trainer) -> bool:
@@ -289,9 +290,9 @@ class _Correction:
 def _share(counted: torch.Tensor, loss: torch.Tensor, ignored: bool, shared: int) -> torch.Tensor:
     """Return the factor by which a mean over this rank's labels is multiplied, or 1 if the loss is not a mean.
 
-    The factor is this rank's share of the labels of all ranks, multiplied by `shared`. If no label on any rank counts,
-    all ranks have the same share. The loss is a mean if every rank has ignored `num_items_in_batch`. Collective: every
-    rank must call it. The host does not wait for the device.
+    The factor is this rank's share of the labels of all ranks, multiplied by `shared`, because ranks that share rows
+    count the same labels. If no label on any rank counts, all ranks have the same share. The loss is a mean if every
+    rank has ignored `num_items_in_batch`. Collective: every rank must call it. The host does not wait for the device.
 
     Args:
         counted: which of this rank's labels (or rows) count.

@@ -102,7 +102,7 @@ def follow_short_batch(trainer: transformers.Trainer) -> None:
                 "batch. Their losses count in the evaluation loss, because %s. To avoid this, evaluate a number of "
                 "rows that is a multiple of per_device_eval_batch_size times the number of ranks",
                 left if left > 0 else "perhaps too few", world.size,
-                "its rows are packed" if flattened
+                "the rows of this batch are packed" if flattened
                 else f"{type(trainer).__name__}, or its model, computes losses in its own way" if left > 0
                 else "the dataset has no length",
             )  # fmt: skip
@@ -268,8 +268,9 @@ def _ignore_flattened(trainer: Any, inputs: Any, left: int, of_labels: bool) -> 
         trainer: the Trainer that evaluates.
         inputs: this rank's batch, in which a collator has concatenated all rows.
         left: the number of rows on all ranks that are not repeated. These rows come first, in rank order.
-        of_labels: whether the caller averages the loss over the labels of all ranks. If False, Trainer averages it so
-            only with certain arguments, such as `average_tokens_across_devices`.
+        of_labels: whether the caller averages the loss over the labels of all ranks. If False, Trainer must do so. It
+            does if transformers' own methods compute the loss, `trainer.model_accepts_loss_kwargs` is True, and the
+            argument `average_tokens_across_devices` is set.
     """
     starts, rows = starts_of_rows(inputs), _rows_of_rank(trainer)
     counted = computes_loss(trainer) and trainer.model_accepts_loss_kwargs
@@ -284,8 +285,8 @@ def _weigh(trainer: transformers.Trainer, inputs: Any, loss: torch.Tensor, of_sf
     """Return the mean loss over the labels of all ranks, given `loss`, the mean over this rank's labels.
 
     Collective: every rank must call it. This is for trainers that do not pass the number of labels to the model:
-    Seq2SeqTrainer with `predict_with_generate`, and SFTTrainer (`of_sft`). If there is no label, `loss` is returned
-    unchanged.
+    Seq2SeqTrainer with `predict_with_generate`, and SFTTrainer (`of_sft`). If the labels are not a tensor, or no label
+    on any rank counts, `loss` is returned unchanged.
     """
     labels = inputs.get("labels")
     if not isinstance(labels, torch.Tensor):
@@ -301,7 +302,8 @@ def _weigh(trainer: transformers.Trainer, inputs: Any, loss: torch.Tensor, of_sf
 def _shifts_labels(trainer: transformers.Trainer) -> bool:
     """Return whether the loss of TRL's SFTTrainer leaves out the first label of each row, which no token predicts.
 
-    The result is True for every model, unless PEFT puts virtual tokens before the row.
+    The result is True, unless PEFT puts the embeddings of virtual tokens before each row. The last virtual token then
+    predicts the first label.
     """
     config: Any = getattr(trainer.model, "active_peft_config", None)
     return not getattr(config, "is_prompt_learning", False) or config.peft_type in _OF_CACHES

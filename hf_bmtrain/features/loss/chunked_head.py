@@ -31,11 +31,12 @@ def fuse_causal_loss(model: torch.nn.Module) -> bool:
 
     The model's own forward runs, but its head (the output layer) returns a placeholder instead of logits. The
     placeholder records what the model does with the logits: scaling (Cohere, Granite), soft-capping (Gemma), casts to
-    float32, reshaping and slicing of rows. When the model calls cross_entropy, the loss is computed in chunks. Any
-    other operation makes the head compute the full logits, and the log names that operation once.
+    float32, reshaping and slicing of rows. When the model calls cross_entropy, the loss is computed in chunks. For any
+    other operation the head computes the full logits, which the model then uses, and the log names the first of these
+    operations.
 
-    Deep copies of the model compute their loss in the same way. So does a model that gets a different head later, such
-    as one with more rows. If that is impossible with the new head, the log gives the reason.
+    Deep copies of the model compute their loss in the same way. So does a model whose head is replaced later, for
+    example by `resize_token_embeddings`. If that is impossible with the new head, the log gives the reason.
 
     Args:
         model: a model whose forward takes `labels`, and whose `get_output_embeddings()` is a plain `torch.nn.Linear`
@@ -101,12 +102,24 @@ def _chunked_class(cls: Any) -> type:
     return extend_class(ChunkedHead, cls, {"forward": forward})
 
 
+def _unless_born(operation: Any) -> Any:
+    """Make a method of UnbornLogits act on the full logits if they have been computed."""
+
+    @functools.wraps(operation)
+    def act(self, *args, **kwargs):
+        if self._full is not None:
+            return getattr(self._full, operation.__name__)(*args, **kwargs)
+        return operation(self, *args, **kwargs)
+
+    return act
+
+
 class UnbornLogits:
     """A placeholder for logits: `head(hidden) * scale`, or with a softcap `cap * tanh(head(hidden) * scale)`.
 
     torch's functions accept it in place of a tensor. cross_entropy computes the loss in chunks. Scaling, tanh,
-    reshaping and slicing of rows return a new UnbornLogits. For every other function, the full logits are computed
-    and passed instead.
+    reshaping and slicing of rows return a new UnbornLogits. Any other operation computes the full logits. From then on,
+    every operation on this object is done on these full logits, so that it sees in-place changes of them.
 
     Args:
         head: the model's output layer, a ChunkedHead.
@@ -114,21 +127,45 @@ class UnbornLogits:
         hidden: the hidden states, (..., H).
         scale: the number by which the head's output is multiplied.
         cap: the softcap, or None if there is none.
+        dtype: the dtype of the logits; None for that of `hidden`.
     """
 
-    def __init__(self, head: Any, linear: Any, hidden: torch.Tensor, scale: float = 1.0, cap: float | None = None):
+    def __init__(
+        self, head: Any, linear: Any, hidden: torch.Tensor, scale: float = 1.0, cap: float | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:  # fmt: skip
         self._head, self._linear, self._hidden, self._scale, self._cap = head, linear, hidden, scale, cap
+        self.dtype = dtype or hidden.dtype
+        self._full: torch.Tensor | None = None  # the full logits, once they have been computed
+        self._shared = False  # whether other placeholders represent logits in the same memory
+
+    def _view(self, hidden: torch.Tensor) -> UnbornLogits:
+        """Return a placeholder for a view of these logits. hidden: the hidden states of the rows in this view."""
+        view = self._but(hidden=hidden)
+        self._shared = view._shared = True
+        return view
 
     def _but(self, **changes) -> UnbornLogits:
-        """Return a copy of this placeholder for logits, with the given values of `hidden`, `scale` or `cap`."""
-        values = {"hidden": self._hidden, "scale": self._scale, "cap": self._cap} | changes
+        """Return a copy of this placeholder with the given values of `hidden`, `scale`, `cap` or `dtype`."""
+        values = {"hidden": self._hidden, "scale": self._scale, "cap": self._cap, "dtype": self.dtype} | changes
         return UnbornLogits(self._head, self._linear, **values)
 
     def _born(self, asked: str) -> torch.Tensor:
-        """Compute the full logits, because the model applies an operation that the placeholder does not support.
+        """Return the full logits, because the model applies an operation that the placeholder does not support.
+
+        Raises NotImplementedError if the operation modifies the logits in place, and placeholders for views of them,
+        which would not change, were returned before.
 
         asked: the name of this operation. It is logged only the first time that full logits are computed.
         """
+        in_place = asked == "__setitem__" or (asked.endswith("_") and not asked.endswith("__"))
+        if in_place and self._shared:
+            raise NotImplementedError(
+                f"fuse_causal_loss: the model changes its logits in place ({asked}) after it has reshaped or sliced "
+                "them. Let it change them before that, or a copy of them, or do not call fuse_causal_loss."
+            )
+        if self._full is not None:
+            return self._full
         if not self._head._bmt_warned:
             self._head._bmt_warned = True
             _log.warning(
@@ -137,9 +174,10 @@ class UnbornLogits:
                 "model so that it does not apply this operation.",
                 asked,
             )
-        logits = self._linear(self._hidden)
+        logits = self._linear(self._hidden).to(self.dtype)
         logits = logits * self._scale if self._scale != 1 else logits
-        return logits if self._cap is None else torch.tanh(logits) * self._cap
+        self._full = logits if self._cap is None else torch.tanh(logits) * self._cap
+        return self._full
 
     def _loss(self, target, weight=None, size_average=None, reduce=None, **options) -> torch.Tensor:
         """Compute F.cross_entropy in chunks, for the logits that this placeholder represents.
@@ -167,12 +205,14 @@ class UnbornLogits:
     @classmethod
     def __torch_function__(cls, function, types, args=(), kwargs=None):
         kwargs, first = kwargs or {}, args[0] if args else None
-        if isinstance(first, UnbornLogits):
+        if isinstance(first, UnbornLogits) and first._full is None:
             if function is F.cross_entropy and first._is_usual_loss(args, kwargs):
                 return first._loss(*args[1:], **kwargs)
             if function in (torch.tanh, F.tanh) and len(args) == 1 and not kwargs:
                 return first.tanh()
         name = getattr(function, "__name__", str(function))
+        if kwargs.get("inplace") or isinstance(kwargs.get("out"), UnbornLogits):
+            name += "_"
         args, kwargs = pytree.tree_map(
             lambda value: value._born(name) if isinstance(value, UnbornLogits) else value, (args, kwargs)
         )
@@ -193,6 +233,7 @@ class UnbornLogits:
 
     # -- operations between the head and the loss ----------------------------------------------------------------
 
+    @_unless_born
     def __mul__(self, other):
         if not isinstance(other, numbers.Real) or not float(other) > 0:
             return self._born("a product") * other
@@ -202,39 +243,46 @@ class UnbornLogits:
 
     __rmul__ = __mul__
 
+    @_unless_born
     def __truediv__(self, other):
         if not isinstance(other, numbers.Real) or not float(other) > 0:
             return self._born("a quotient") / other
         return self * (1 / float(other))
 
+    @_unless_born
     def tanh(self):
         return self._but(cap=1.0) if self._cap is None else self._born("tanh").tanh()
 
+    @_unless_born
     def float(self):
-        return self  # do nothing, because the loss is computed in float32 anyway
+        # The loss is computed in float32 anyway, but another operation on the logits must have this dtype.
+        return self if self.dtype == torch.float32 else self._but(dtype=torch.float32)
 
+    @_unless_born
     def contiguous(self):
         return self
 
+    @_unless_born
     def to(self, *args, **kwargs):
         if len(args) == 1 and not kwargs and args[0] in (torch.float32, self.dtype, self.device):
-            return self
+            return self.float() if args[0] == torch.float32 else self
         return self._born("to").to(*args, **kwargs)
 
+    @_unless_born
     def view(self, *shape):
         shape = tuple(shape[0]) if len(shape) == 1 and not isinstance(shape[0], int) else shape
         if len(shape) < 2 or shape[-1] != self.shape[-1]:
             return self._born("view").view(*shape)
-        return self._but(hidden=self._hidden.reshape(*shape[:-1], self._hidden.shape[-1]))
+        return self._view(self._hidden.reshape(*shape[:-1], self._hidden.shape[-1]))
 
     reshape = view
 
+    @_unless_born
     def __getitem__(self, index):
         parts = index if isinstance(index, tuple) else (index,)
-        known = all(part is ... or isinstance(part, (slice, int)) for part in parts)
-        whole_rows = len(parts) < self.dim() and ... not in parts or parts[-1] == slice(None)
-        if known and whole_rows and len(parts) <= self.dim():
-            return self._but(hidden=self._hidden[index])
+        if all(part is ... or isinstance(part, (slice, int)) for part in parts) and len(parts) <= self.dim():
+            if len(parts) < self.dim() and ... not in parts or parts[-1] == slice(None):  # whole rows
+                return self._view(self._hidden[index])
         return self._born("indexing")[index]
 
     @property
@@ -251,10 +299,6 @@ class UnbornLogits:
     def device(self) -> torch.device:
         return self._hidden.device
 
-    @property
-    def dtype(self) -> torch.dtype:
-        return self._hidden.dtype
-
     def __getattr__(self, name: str):
         if name.startswith("__"):
             raise AttributeError(name)
@@ -265,7 +309,11 @@ def _operator(name: str):
     return lambda self, *others: getattr(self._born(name), name)(*others)
 
 
-for _name in ("add", "radd", "sub", "rsub", "neg", "pow", "matmul", "lt", "le", "gt", "ge", "iter", "len"):
+_OPERATORS = (
+    "add radd sub rsub neg pos abs pow rpow matmul rmatmul rtruediv floordiv rfloordiv mod rmod lt le gt ge eq ne iter "
+    "len bool setitem"
+)
+for _name in _OPERATORS.split():
     setattr(UnbornLogits, f"__{_name}__", _operator(f"__{_name}__"))
 
 
@@ -294,8 +342,8 @@ def _why_not(model: torch.nn.Module, head: Any) -> str | None:
 def _convert(head: Any) -> None:
     """Make a model's output layer a ChunkedHead, unless it is one already.
 
-    A sharded layer gets the same class as a layer that was converted first and sharded afterwards. So the class that
-    `own_class` returns for it, which is the class of its deep copies and pickles, is a ChunkedHead, too.
+    A sharded layer gets the same class as a layer that is converted before it is sharded. Deep copies and pickles of
+    the layer, whose class is the one that `own_class` returns, are therefore ChunkedHeads, too.
     """
     if isinstance(head, DistributedModule) and not isinstance(head, ChunkedHead):
         schedule = head._schedule

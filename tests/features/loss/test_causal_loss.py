@@ -2,6 +2,7 @@
 
 import copy
 
+import numpy
 import pytest
 import torch
 import transformers
@@ -212,6 +213,8 @@ CHANGES = [
     ("tanh", lambda x: (x.tanh() * 2).tanh()), ("indexing", lambda x: x[..., [1, 0, *range(2, VOCABULARY)]]),
     ("log_softmax", lambda x: x.log_softmax(-1)), ("view", lambda x: x.view(2, -1).view(2, 7, VOCABULARY)),
     ("add", lambda x: torch.add(torch.ones(VOCABULARY), x)), ("clamp", lambda x: x.clamp(-0.1, 0.1)),
+    ("__rtruediv__", lambda x: 1 / x * 0 + x), ("__abs__", abs), ("__eq__", lambda x: (x == 0).logical_not() * x),
+    ("indexing", lambda x: x[numpy.arange(2)]),
 ]  # fmt: skip
 HARMLESS = [
     lambda x: x[:, :, :][..., :] * 3 / 2, lambda x: (2 * (x / 2)).tanh() * 0.7, lambda x: torch.tanh(x).contiguous(),
@@ -240,6 +243,36 @@ def test_what_happens_to_logits_on_their_way(monkeypatch, asked, change):
     expected.backward()
     for mine, other in zip(model.parameters(), twin.parameters()):
         torch.testing.assert_close(mine.grad, other.grad, rtol=1e-4, atol=1e-6)
+
+
+def masked(logits):
+    logits[..., 3] = -1e4
+    return logits
+
+
+IN_PLACE = [
+    ("__setitem__", masked), ("mul_", lambda x: x.mul_(2)), ("relu_", lambda x: nn.functional.relu(x, inplace=True)),
+    ("data", lambda x: x.data.mul_(2) * 0 + x),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("asked", "change"), IN_PLACE[:1] + rows_in_full(IN_PLACE[1:]))
+def test_in_place_changes_of_logits(monkeypatch, asked, change):
+    test_what_happens_to_logits_on_their_way(monkeypatch, asked, change)
+    monkeypatch.setattr(Odd, "change", staticmethod(lambda x: (x[:, 1:], change(x))[1]))
+    model = Odd(build("llama").config)
+    assert fuse_causal_loss(model)
+    if asked != "data":
+        with pytest.raises(NotImplementedError, match=rf"in place \({asked}\) after it has reshaped or sliced"):
+            model(**inputs("llama", 0))
+
+
+def test_float32_logits_of_half_precision(monkeypatch):
+    monkeypatch.setattr(Odd, "change", staticmethod(lambda x: x.float() + 0.001))
+    model = Odd(build("llama").config).bfloat16()
+    twin = copy.deepcopy(model)
+    assert fuse_causal_loss(model)
+    assert model(**inputs("llama", 0)).loss.item() == twin(**inputs("llama", 0)).loss.item()
 
 
 def test_a_loss_of_the_users_own_keeps_its_arguments():

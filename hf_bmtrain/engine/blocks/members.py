@@ -16,29 +16,31 @@ _read: Any = weakref.ref.__call__
 
 
 class _End:
-    """The last item of both lists that `Members.update` compares.
+    """The end marker of both lists that `Members.update` compares.
 
-    `map` stops at the end of the shorter list. Without a last item of its own, a list would seem equal to a longer one
-    that begins with it.
+    `map` stops at the end of the shorter list. Without the marker, a list would seem equal to a longer list that begins
+    with the same items.
     """
 
 
 class _Gone:
-    """A class whose only object is deleted at once, for a weak reference that represents None."""
+    """A class whose only object is freed at once. The weak reference to it, `_NONE`, therefore returns None."""
 
 
 _NONE: Any = weakref.ref(_Gone())
 
 
 class Members:
-    """The modules inside a module and its parameters, in lists that are renewed if they have changed.
+    """Lists of a module's submodules and parameters. `update` makes them again if modules or parameters have changed.
 
-    `torch.nn.Module.parameters` and `train` visit every module by Python code. In a model with adapters, which has
-    thousands of modules, each takes milliseconds of every training step. `update` instead compares all entries of the
-    modules' `_modules` and `_parameters` with those of the last listing, which takes 0.1 ms for 1,000 modules.
+    `torch.nn.Module.parameters` and `train` visit every module in Python code. In a model with adapters, which has
+    thousands of modules, each of these calls takes milliseconds in every training step. `update` instead compares the
+    entries of the modules' `_modules` and `_parameters` with those that it listed last, which takes 0.1 ms for 1,000
+    modules.
 
-    The lists have weak references to parameters, because those listed inside `bmt.gathered` are full copies. There is
-    no reference to the module itself, so a module may store this object without a reference cycle.
+    The references to parameters are weak. Those listed inside `bmt.gathered` are full copies, which must be freed when
+    that context ends. There is no reference to the module itself, so it may store this object without a reference
+    cycle.
     """
 
     def __init__(self) -> None:
@@ -50,11 +52,11 @@ class Members:
         self._died: list[Any] = []  # the references to modules and parameters that were deleted since the last listing
         self._parameters: list[weakref.ref[torch.nn.Parameter]] = []
         self._attributes: list[dict[str, Any]] = []  # the `__dict__` of each module inside the module
-        # Whether no class of the modules has a `train` of its own, and `_attributes` has their modes.
+        # Whether no module's class overrides `train`, and every entry of `_attributes` has the mode, "training".
         self._plain = False
 
     def update(self, module: torch.nn.Module) -> bool:
-        """Make the lists again if a module or parameter was added, removed or replaced. Return whether this was so.
+        """Make the lists again if a module or parameter was added, removed or replaced. Return whether they were made.
 
         module: the module, the same one in every call.
         """
@@ -80,11 +82,14 @@ class Members:
     def are_in(self, mode: bool) -> bool:
         """Return whether all modules inside the module are in training mode or, if `mode` is False, in evaluation mode.
 
-        The result is False if the class of one of them, or of the module, has a `train` of its own, which may do more
-        than set the mode. Call `update` before.
+        The result is also False if the class of the module or of a submodule overrides `train`, or if `train` was set
+        on a submodule itself, because it may then do more than set the mode; and if a submodule is a TorchScript
+        module. Call `update` before.
         """
         modes = map(_TRAINING, self._attributes)
-        return self._plain and (all(modes) if mode else not any(modes))
+        if not self._plain or not (all(modes) if mode else not any(modes)):
+            return False
+        return not any(map(dict.__contains__, self._attributes, itertools.repeat("train")))
 
     def _values(self) -> Iterator[Any]:
         return itertools.chain(itertools.chain.from_iterable(self._held), (_End,))

@@ -85,6 +85,12 @@ def test_train_sets_each_mode_that_differs_and_calls_methods_of_users():
     assert model.model.layers[0].extra.calls == before + 2
     with pytest.raises(ValueError, match="boolean"):
         model.train(1)
+    del model.model.layers[0].extra
+    calls = []
+    model.train()
+    model.model.layers[0].mlp.train = calls.append  # as programs do to keep a frozen part in evaluation mode
+    model.train()
+    assert calls == [True]
 
 
 class Filtered(torch.nn.Sequential):

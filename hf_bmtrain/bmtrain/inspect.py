@@ -233,8 +233,12 @@ class InspectTensor:
             )
         lines = []
         for ranks in zip(*everyone):
-            shape = ranks[0].shape
-            rows = (sum(local.shape[0] for local in ranks), *shape[1:]) if shape else ()
+            shapes = [tuple(local.shape) for local in ranks]
+            if len({(len(shape), *shape[1:]) for shape in shapes}) > 1:
+                raise RuntimeError(
+                    f"The ranks recorded {ranks[0].name} with different shapes: {shapes}. Only dimension 0 may differ."
+                )
+            rows = (sum(shape[0] for shape in shapes), *shapes[0][1:]) if shapes[0] else ()
             lines.append(_line(ranks, rows))
         return lines
 

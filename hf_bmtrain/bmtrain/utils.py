@@ -79,7 +79,9 @@ def check_torch_version(version_str: str) -> int:
     """
     if not isinstance(version_str, str) or not re.match(r"v?\d+(\.\d+)*", version_str):
         raise ValueError(f"version_str must be a version such as '2.6.0', got {version_str!r:.80}")
-    mine, other = ([int(n) for n in re.findall(r"\d+", version)[:3]] for version in (torch.__version__, version_str))
+    # Remove endings such as "rc1" and "+cu130", whose numbers do not count.
+    releases = (re.sub(r"[^v\d.].*", "", version) for version in (torch.__version__, version_str))
+    mine, other = ([int(n) for n in re.findall(r"\d+", release + ".0.0")[:3]] for release in releases)
     return sum((a - b) * weight for a, b, weight in zip(mine, other, (10000, 100, 1)))
 
 

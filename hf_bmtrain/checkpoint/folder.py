@@ -338,7 +338,8 @@ def find(path: Path, without: tuple[str, ...] = ()) -> tuple[list[Found], list[t
         or "checkpoint_", and is ignored otherwise. Both lists are empty if `path` does not exist.
 
     Raises:
-        OSError: each of 20 attempts failed, because other jobs deleted or renamed checkpoints while they were read.
+        OSError: `path` cannot be read, or each of 20 attempts failed, because other jobs deleted or renamed checkpoints
+            while they were read.
     """
     for _ in range(LISTINGS):
         listing = _find(path, without)
@@ -353,7 +354,7 @@ def find(path: Path, without: tuple[str, ...] = ()) -> tuple[list[Found], list[t
 
 
 def _find(path: Path, without: tuple[str, ...]) -> tuple[list[Found], list[tuple[Path, str]]] | None:
-    """Do once what `find` does. Return None if a listed folder was deleted, renamed or replaced meanwhile."""
+    """Make one attempt of `find`. Return its result, or None if a listed folder was deleted, renamed or replaced."""
     found: list[Found] = []
     damaged: list[tuple[Path, str]] = []
     folders: dict[Path, tuple[int, ...] | None] = {path: ()} if _has_manifest(path) else {}
@@ -404,7 +405,7 @@ def add_checksums(folder: Path) -> None:
     became complete, and every other file directly in `folder` counts as added. The added files are flushed to disk, and
     their checksums are written to `complete.json`. Files in subfolders are flushed too, but get no checksums.
     """
-    known = {NAME, *Manifest.read(folder).files}
+    known = {NAME, ADDED, *Manifest.read(folder).files}
     added = [path for path in sorted(folder.rglob("*")) if path.name not in known or path.parent != folder]
     for path in added:
         if path.is_file() or path.is_dir():

@@ -191,7 +191,8 @@ def load_parts(
     if not any(listing):
         return None
     left, passed_over = listing[0], [f"{each}: {reason}" for each, reason in listing[1]]
-    # The parameters into which damaged checkpoints may have been read, and the last of these checkpoints.
+    # `overwritten`: the names of the parameters into which damaged checkpoints may have been read. `source`: the last
+    # of these checkpoints, with a description of its damage.
     overwritten: set[str] = set()
     source = ""
     while left:
@@ -294,9 +295,8 @@ class _Loading:
     optimizer may be incompletely loaded until `apply` has ended.
 
     Attributes:
-        manifest: the checkpoint's manifest, from `open` on.
-        sharded: the names of the sharded parameters that `read` overwrites, from `open` on. They are equal on all
-            ranks.
+        manifest: the checkpoint's manifest. `open` sets it.
+        sharded: the names of the sharded parameters that `read` overwrites, the same on all ranks. Empty before `open`.
     """
 
     manifest: Manifest
@@ -322,10 +322,11 @@ class _Loading:
         self.sharded: set[str] = set()
 
     def open(self) -> None:
-        """Check that the checkpoint fits the model and the optimizers, and list the elements that this rank must read.
+        """Check that the checkpoint fits the model and the optimizers, and list the elements to read into the model.
 
-        Tensors are not read yet, and the model and the optimizers are not changed. Raises Damaged or OSError if a file
-        is damaged or cannot be read, and ValueError if the checkpoint does not fit.
+        `read` lists those to read into the optimizers. Tensors are not read yet, and the model and the optimizers are
+        not changed. Raises Damaged or OSError if a file is damaged or cannot be read, and ValueError if the checkpoint
+        does not fit.
         """
         of_model = self._parameters or self._buffers
         self.manifest = Manifest.read(self._folder).without(() if of_model else (MODEL, TRAINED))
@@ -340,11 +341,18 @@ class _Loading:
         self._state = small_state.read(self._folder)
         if of_model:
             self._want_model()
-        small_state.check_fit(self._optimizer, self._scheduler, self._model, self._state)
+        small_state.check_fit(self._optimizer, self._scheduler, self._model, self._state, self._buffers)
         for number, optimizer in enumerate(optimizers_of(self._optimizer)):
             parameters = named(optimizer, self._model)
             for key, stored in find_tensors(self._folder, file_base(number)).items():
-                full, _ = saved_as(parameters[key.rpartition(".")[0]])
+                name = key.rpartition(".")[0]
+                parameter = parameters[name]
+                if not isinstance(parameter, DistributedParameter):
+                    raise ValueError(
+                        f"the checkpoint has the sharded optimizer state {key}, but {name} is not sharded in this "
+                        "model. Pass the model that auto_wrap returns, and its optimizer"
+                    )
+                full, _ = saved_as(parameter)
                 if stored.shape != full:
                     raise ValueError(
                         f"the optimizer state {key} has shape {stored.shape} in the checkpoint, but its parameter in "

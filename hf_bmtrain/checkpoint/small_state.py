@@ -109,10 +109,11 @@ def collect(world: World, model: torch.nn.Module, own: dict[str, Any]) -> dict[s
 
 
 def _for_file(value: Any) -> Any:
-    """Return `value` with tensors and numbers that the file `state.pt` can contain, also in dicts, lists and tuples.
+    """Convert the tensors and numbers in `value` to a form that is suitable for the file `state.pt`.
 
     Tensors that are views of larger tensors are copied, because torch.save would write all elements of the larger
-    tensor. Numbers of NumPy, such as a learning rate, become numbers of Python, because torch.load refuses them.
+    tensor. NumPy numbers, such as a learning rate, become Python numbers, because torch.load(weights_only=True) refuses
+    NumPy's. Tensors and numbers inside dicts, lists and tuples are converted too.
     """
     if isinstance(value, np.generic):
         return value.item()
@@ -241,7 +242,7 @@ def restore_random(world: World, state: dict[str, Any], step: int) -> None:
     )  # fmt: skip
 
 
-def check_fit(optimizer: Any, schedulers: Any, model: torch.nn.Module, state: dict[str, Any]) -> None:
+def check_fit(optimizer: Any, schedulers: Any, model: torch.nn.Module, state: dict[str, Any], buffers: bool) -> None:
     """Raise ValueError if a checkpoint does not fit the given optimizers and schedulers, for example in their number.
 
     `load_state` calls this before it changes anything.
@@ -251,6 +252,7 @@ def check_fit(optimizer: Any, schedulers: Any, model: torch.nn.Module, state: di
         schedulers: a sequence of the schedulers. Empty to load no scheduler state.
         model: the module that contains the optimizers' parameters.
         state: the contents of the checkpoint's file `state.pt`, as `read` returns them.
+        buffers: whether the buffers and the extra state of modules will be loaded too.
     """
     for what, saved, mine in (
         ("optimizers", len(state["optimizers"]), len(optimizers_of(optimizer))),
@@ -261,6 +263,12 @@ def check_fit(optimizer: Any, schedulers: Any, model: torch.nn.Module, state: di
                 f"the checkpoint has the state of {saved} {what}, but this load_state call passes {mine}. Pass the "
                 "same number, in the order in which save_state got them, or none"
             )
+    missing = [name for name, _ in _with_extra_state(model) if name not in state["modules"]]
+    if missing and buffers:
+        raise ValueError(
+            f"the checkpoint has no extra state (get_extra_state) of the module {missing[0]!r}. Create the model with "
+            "the configuration of the saved one"
+        )
     if isinstance(optimizer, OptimManager):
         if state["manager"] is None:
             raise ValueError(

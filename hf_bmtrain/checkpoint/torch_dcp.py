@@ -36,8 +36,8 @@ class DCPState:
 
     The state of an AdamOptimizer is saved in the format of torch.optim.AdamW. Of the parameter groups' settings in a
     checkpoint, only lr, betas, eps and weight_decay are loaded into an AdamOptimizer. The state of an AdamOptimizer for
-    half-precision weights includes float32 master weights. A checkpoint without master weights, such as one of
-    torch.optim.AdamW with half-precision weights, cannot be loaded into an AdamOptimizer.
+    half-precision weights includes float32 master weights. So a checkpoint of half-precision weights that lacks them,
+    such as one of torch.optim.AdamW, cannot be loaded into an AdamOptimizer.
 
     Args:
         model: the model; its complete state dict is saved.
@@ -250,7 +250,7 @@ def _pack(like: Any, values: Any) -> Any:
     if not isinstance(like, DistributedParameter):
         return values.detach().to("cpu", copy=True)
     if not like.full_shape.numel():
-        return torch.empty(like.full_shape, dtype=like.dtype, device="cpu")
+        return torch.empty(like.full_shape, dtype=values.dtype, device="cpu")
     shape, local_range = tuple(like.full_shape), like.placement.range
     row = math.prod(shape[1:])
     first = local_range.tensor_start // row

@@ -26,7 +26,8 @@ _FAREWELL_SECONDS = 5.0
 """Maximum time in seconds that rank 0 waits until the other ranks have read the list of missing ranks. The list is in
 torch's TCPStore, whose server may run in the process of rank 0, which is about to end."""
 REPEAT_SECONDS = 30.0
-"""Seconds of waiting for a rank before the second warning about it."""
+"""Seconds of waiting for a rank before the second warning about it. In `Watch`, it is twice HF_BMTRAIN_HANG_SECONDS if
+that is longer."""
 _MET = "met"
 _CAUSES = (
     "raised an exception or exited earlier (its own log says why), hangs, was not started, or was given another address"
@@ -39,7 +40,11 @@ def hang_seconds() -> float:
     This is the value of the environment variable HF_BMTRAIN_HANG_SECONDS, or 8 if it is not set. The waiting ranks
     check once a second, so by default a rank is named within 10 s after it has stopped.
     """
-    return float(os.environ.get("HF_BMTRAIN_HANG_SECONDS", "8"))
+    given = os.environ.get("HF_BMTRAIN_HANG_SECONDS", "8")
+    try:
+        return float(given)
+    except ValueError:
+        raise ValueError(f"HF_BMTRAIN_HANG_SECONDS must be a number of seconds, got {given!r}") from None
 
 
 def meet(rank: int, size: int, timeout: timedelta, init_method: str) -> TCPStore | None:

@@ -165,7 +165,7 @@ class _AcceleratorStates:
             small_state.restore_random(world, small_state.read(resumed.folder), resumed.step)
         if automatic:
             used = _on_first_rank(world, lambda: re.findall(r"checkpoint_(\d+)\b", "\n".join(os.listdir(root))))
-            configuration.iteration = max(configuration.iteration, 1 + max(map(int, used)))
+            configuration.iteration = max(configuration.iteration, 1 + max(map(int, used), default=-1))
         return None
 
     def _begin(self, occasion: str) -> World:
@@ -188,7 +188,7 @@ class _AcceleratorStates:
 
     @contextmanager
     def _left_to_accelerate(self) -> Iterator[None]:
-        """Under `with`, make Accelerate's own `save_state` and `load_state` leave out models and optimizers.
+        """Context manager inside which Accelerate's own `save_state` and `load_state` leave out models and optimizers.
 
         This class saves and loads the models and optimizers. Hooks that the user has registered for saving or loading
         still get the models. Hooks for saving also get the full weights.

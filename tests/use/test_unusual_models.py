@@ -269,6 +269,9 @@ def reversible_layers():
     config = transformers.ReformerConfig(attn_layers=["local"], vocab_size=VOCABULARY, **sizes, **axial)
     with pytest.raises(ValueError, match=r"'encoder.layers.0' is a ReformerLayer with a backward_pass"):
         bmt.auto_wrap(transformers.ReformerModel(config))
+    layer = transformers.ReformerModel(config).encoder.layers[0]
+    with pytest.raises(ValueError, match="the model itself is a ReformerLayer with a backward_pass"):
+        bmt.auto_wrap(layer)
 
 
 def functional_calls():

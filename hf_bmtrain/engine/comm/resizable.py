@@ -33,10 +33,8 @@ class ResizableStorage:
         self.tensor = torch.empty(numel, dtype=dtype, device=device)
         self._storage = self.tensor.untyped_storage()
         self._nbytes = self._storage.nbytes()
-        numbers = dtype.is_floating_point or dtype.is_complex
-        # A uint8 tensor contains the bytes of floats, so fill it with 0xFF: these bytes are NaN in float8_e4m3fn and in
-        # all wider floats.
-        self._poison = (float("nan") if numbers else 0xFF) if poison else None
+        # For debugging: the bytes to fill with 0xFF, which are NaN in float8_e4m3fn and in all wider floats.
+        self._poisoned = self.tensor.view(torch.uint8) if poison else None
         self.allocated = True
 
     def allocate(self) -> torch.Tensor:
@@ -45,8 +43,8 @@ class ResizableStorage:
             if not (self.keeps_address and self._storage.nbytes()):  # otherwise `free` has kept the memory
                 self._storage.resize_(self._nbytes)
             self.allocated = True
-            if self._poison is not None:
-                self.tensor.fill_(self._poison)
+            if self._poisoned is not None:
+                self._poisoned.fill_(0xFF)
         return self.tensor
 
     def keep_address(self) -> None:
@@ -67,8 +65,8 @@ class ResizableStorage:
         view of it again.
         """
         if self.allocated and self._nbytes:
-            if self._poison is not None:
-                self.tensor.fill_(self._poison)
+            if self._poisoned is not None:
+                self._poisoned.fill_(0xFF)
             if not self.keeps_address:
                 self._storage.resize_(0)
             self.allocated = False

@@ -26,9 +26,9 @@ from .state import load_state, save_state
 _CHECKSUMS = "checksums"
 """The key of the checksums in a saved state. `load_state_dict` verifies the other entries with them."""
 _Seen = dict[torch.nn.Parameter, tuple[weakref.ref[torch.Tensor], int]]
-"""{parameter: (its `.grad`, torch's version counter of this `.grad`)} at some time, by which later changes are found.
+"""{parameter: (weak reference to its `.grad`, torch's version counter of this `.grad`)}, to find later changes.
 
-The references are weak, so that the memory of gradients is free once the user has set every `.grad` to None.
+The references are weak, so that the memory of a gradient is freed when the user sets `.grad` to None.
 """
 
 
@@ -125,7 +125,7 @@ class OptimManager:
         # was skipped, `_end_last_step` drops them: it sets each `.grad` that is still the same, unmodified tensor to
         # None. A `.grad` that was replaced or written since belongs to a later backward, and is kept.
         self._used: _Seen = {}
-        self._parameters: list[torch.nn.Parameter] = []  # those that the optimizers had then; more may have been added
+        self._parameters: list[torch.nn.Parameter] = []  # the optimizers' parameters in the last step
         self._skips = SkippedSteps(max_skipped_steps)
         self._steps = 0  # the number of steps so far, including those that were skipped
         self.optimizers: list[torch.optim.Optimizer] = []
@@ -223,7 +223,7 @@ class OptimManager:
             self._skips.look(self._steps, self._last_gradients())
         for optimizer in self.optimizers:
             optimizer.zero_grad(set_to_none=set_to_none)
-        self._forget_norms()  # they are those of the old gradients
+        self._forget_norms()  # the clip factors and the skip flag belong to the old gradients
         self._used = {}
 
     def backward(self, loss: torch.Tensor | None = None) -> None:
@@ -259,12 +259,8 @@ class OptimManager:
         loss = self.scale_loss(loss)
         try:
             loss.backward()
-        except BaseException as error:
-            # The divisions in `_update` are no writes of the user: a repeated step need not search these gradients
-            # again. (Otherwise ranks on which different optimizers failed would issue different collectives.)
-            self._checked = _see([p for p in self._checked if p.grad is not None])
-            if isinstance(error, torch.OutOfMemoryError):
-                current_world().schedule.explain_shortage(error)
+        except torch.OutOfMemoryError as error:
+            current_world().schedule.explain_shortage(error)
             raise
 
     def scale_loss(self, loss: torch.Tensor) -> torch.Tensor:
@@ -319,8 +315,9 @@ class OptimManager:
         * If `param_groups` contains all parameters of an added optimizer that have a gradient, `step` multiplies their
           gradients by the factor. If `backward`, `scale_loss`, or `clip_grad_norm` for some of these parameters is
           called before `step`, that call multiplies their `.grad` by the factor first. A `.grad` that is set or
-          replaced after this call is not multiplied. Whatever is written or added to a `.grad` in place is multiplied
-          with it: before the `loss.backward()` of another loss, call `scale_loss`.
+          replaced after this call is not multiplied. Values that are written or added to a `.grad` in place after this
+          call are multiplied too. Before the `loss.backward()` of another loss, therefore call `scale_loss`, which
+          applies the factor to the gradients so far.
         * All other gradients in `param_groups`, or all of them if `max_norm` is 0 or a tensor, are multiplied in place
           here.
 
@@ -352,8 +349,8 @@ class OptimManager:
                 "norm without clipping, pass the gradients to torch.nn.utils.get_total_norm."
             )
         self._forget_changed()
-        # If an earlier call in this step has left a clip factor for these gradients, apply it now, because the norm
-        # computed next must be that of the clipped gradients.
+        # If an earlier call of this method has left a clip factor for some of these gradients, apply it now: the norm
+        # that is computed next must be that of the clipped gradients.
         for optimizer in list(self._clips):
             if not chosen.isdisjoint(own[optimizer]):
                 self._clip_now(optimizer)
@@ -390,8 +387,8 @@ class OptimManager:
         Call `zero_grad` after each step, before the next `backward`. Otherwise that backward adds its gradients to the
         old ones, because only a skipped step drops its gradients by itself.
 
-        If an optimizer raises an error, the same one on every rank, the program can call `step` again: optimizers that
-        have made this step do not make it twice.
+        If the same optimizer raises an error on every rank, the program can call `step` again. The optimizers that have
+        already made this step do not make it twice.
 
         Raises:
             RuntimeError: there is no optimizer; or the ranks' managers differ in `grad_scale`, `max_skipped_steps`, the
@@ -412,7 +409,7 @@ class OptimManager:
         own = {optimizer: _with_gradient(optimizer) for optimizer in self.optimizers}
         for optimizer in list(self._clips):
             if len(_unreplaced(own[optimizer], self._clips[optimizer][1])) < len(own[optimizer]):
-                self._clip_now(optimizer)  # the factor is not for all gradients of this optimizer
+                self._clip_now(optimizer)  # some gradients were set or replaced later, and must not be multiplied
         self._forget_changed()
         unchecked = [p for members in own.values() for p in members if p not in self._checked]
         self._updated_in_backward = any(_updated_in_backward(o) for o in self.optimizers)
@@ -425,8 +422,13 @@ class OptimManager:
                 if done is None or len(_unreplaced(members, done)) < len(members):
                     self._update(optimizer)
                     self._updated[optimizer] = _see(_with_gradient(optimizer))
-        except torch.OutOfMemoryError as error:
-            current_world().schedule.explain_shortage(error)
+        except BaseException as error:
+            # `_update` has divided gradients in place. These are not changes by the user, so a repeated `step` need not
+            # search the gradients again. If it did, ranks on which different optimizers failed would issue different
+            # collectives.
+            self._checked = _see([p for p in self._checked if p.grad is not None])
+            if isinstance(error, torch.OutOfMemoryError):
+                current_world().schedule.explain_shortage(error)
             raise
         # 4. Adapt the loss scale.
         if self._scale is not None:
@@ -514,14 +516,14 @@ class OptimManager:
         self._multiply(_unreplaced(_with_gradient(optimizer), clipped), factor)
 
     def _multiply(self, parameters: list, factor: torch.Tensor) -> None:
-        """Multiply the parameters' `.grad` in place. Gradients that were searched for inf and nan count as searched."""
+        """Multiply the parameters' `.grad` in place. `step` does not search them for inf and nan again after this."""
         if parameters:
             checked = _unwritten(self._checked)
             foreach_mul_([p.grad for p in parameters], factor)
             self._checked.update(_see(checked))
 
     def _forget_changed(self) -> None:
-        """Let `step` search all gradients for inf and nan, if one that was searched was dropped or written since."""
+        """Make `step` search all gradients for inf and nan again, if any has changed since it was searched."""
         if len(_unwritten(self._checked)) < len(self._checked):
             self._checked.clear()
             self._found_inf.zero_()
@@ -683,7 +685,7 @@ class OptimManager:
         if self._scale is not None:
             self._scale.fill_(state["loss_scale"])
         self._clean_steps.fill_(state["clean_steps"])
-        self._skips.start_anew()  # steps that were skipped before do not precede those that continue from this state
+        self._skips.start_anew()  # steps that were skipped before the loading do not count from here on
 
     # -- the end of the last step -------------------------------------------------------------------------------
 
@@ -708,7 +710,7 @@ class OptimManager:
             )
         if skipped:
             for parameter, seen in used.items():
-                if _still(parameter, seen) is not None:  # otherwise a later backward has set `.grad`: keep it
+                if _still(parameter, seen) is not None:  # keep a `.grad` that a later backward has set or written
                     parameter.grad = None
             scale = None if self._scale is None else self.loss_scale
             self._skips.report(self._steps, self, self._parameters, scale, self._bounds[0])
@@ -718,9 +720,9 @@ class OptimManager:
                 scheduler.step()
 
     def _last_gradients(self) -> list[torch.Tensor | None]:
-        """Return the gradients that the last step used, for all parameters that the optimizers had then, in order.
+        """Return the gradients that the last step used, in the order of the parameters that the optimizers then had.
 
-        An entry is None if the parameter had no gradient, or its `.grad` was replaced or written since.
+        An entry is None if the parameter had no gradient, or if its `.grad` was replaced or written since.
         """
         used = self._used
         return [_still(p, used[p]) if p in used else None for p in self._parameters]
@@ -733,13 +735,13 @@ def _see(parameters: Iterable[torch.nn.Parameter]) -> _Seen:
 
 
 def _unreplaced(parameters: list[torch.nn.Parameter], seen: _Seen) -> list[torch.nn.Parameter]:
-    """Return those of the parameters whose `.grad` is the tensor in `seen`. All must have a `.grad`."""
+    """Return the parameters whose `.grad` is still the tensor in `seen`. All of them must have a `.grad`."""
     with WithoutTorchFunction():
         return [p for p in parameters if (each := seen.get(p)) is not None and p.grad is each[0]()]
 
 
 def _unwritten(seen: _Seen) -> list[torch.nn.Parameter]:
-    """Return the parameters whose `.grad` was neither dropped nor replaced nor written since it was seen."""
+    """Return the parameters whose `.grad` is still the tensor in `seen`, and was not written since."""
     with WithoutTorchFunction():
         return [
             p for p, (gradient, version) in seen.items() if p.grad is not None and p.grad is gradient()

@@ -114,4 +114,5 @@ def seed_everything(seed: int, rank: int, device: torch.device) -> None:
     np.random.seed(seed % 2**32)
     torch.manual_seed(seed)
     if device.type == "cuda":
-        torch.cuda.manual_seed(seed + rank)
+        own = seed + rank
+        torch.cuda.manual_seed(own if own < 2**64 else own - 2**64)

@@ -12,7 +12,7 @@ from ..base.torch_internals import WithoutTorchFunction
 _backward = torch.autograd.backward  # torch's own function. Before torch 2.11, this module replaces it below.
 
 
-def backward_to(tensors: Any, inputs: tuple, **options: Any) -> None:
+def backward_to(tensors: Any, inputs: tuple | None, **options: Any) -> None:
     """Run `torch.autograd.backward` with respect to `inputs`, which may include sharded parameters.
 
     Called instead of `torch.autograd.backward`, also by `loss.backward(inputs=...)`, if sharded parameters are among
@@ -21,9 +21,17 @@ def backward_to(tensors: Any, inputs: tuple, **options: Any) -> None:
 
     Args:
         tensors: the tensor or tensors to differentiate, such as the loss.
-        inputs: the tensors whose `.grad` receives gradients.
+        inputs: the tensors whose `.grad` receives gradients. None if `tensors` contains a sharded parameter.
         **options: other arguments of `torch.autograd.backward`.
+
+    Raises:
+        RuntimeError: `inputs` is None.
     """
+    if inputs is None:
+        raise RuntimeError(
+            "torch.autograd.backward cannot start at a sharded parameter, which stores only this rank's elements. "
+            "Compute a loss from the parameter, and call loss.backward()."
+        )
     leaves: list[Any] = []
     for each in inputs:
         leaves += each.autograd_leaves() if hasattr(each, "autograd_leaves") else [each]

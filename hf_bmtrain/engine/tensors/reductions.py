@@ -70,7 +70,7 @@ def _measured_now(pieces: Sequence[Any], order: float) -> list[torch.Tensor]:
     return [norm.to(dtype) for norm, dtype in zip(total.unbind(), real)]
 
 
-def _vector_norm(x: Any = None, ord: Any = 2, dim=None, keepdim=False, *, dtype=None, p=None, **others):
+def _vector_norm(x: Any = None, ord: Any = 2, dim=None, keepdim=False, *, dtype=None, p=None, out=None, **others):
     order = ord if p is None else p
     order = 2 if order is None or order == "fro" else order
     if dim is not None or keepdim or others or isinstance(order, str) or not _is_local(x):

@@ -545,14 +545,14 @@ class _Call:
         if getattr(self.func, "__module__", "").startswith("torch.distributed"):
             return self._communicate()
         collective = REDUCTIONS.get(self.func)
-        if collective is not None and not self.full and "out" not in self.kwargs:
+        if collective is not None and not self.full and self.kwargs.get("out") is None:
             with WithoutTorchFunction():
                 result = collective(*self.args, **self.kwargs)
             if result is not NotImplemented:
                 return result
         first = self.args[0] if self.args else None
         mine = isinstance(first, ShardBase)
-        if "out" in self.kwargs:
+        if self.kwargs.get("out") is not None:
             return self._on_full()
         if mine and self.kwargs.get("requires_grad"):
             shape = tuple(first.full_shape)

@@ -39,13 +39,16 @@ def install_hook(model: torch.nn.Module) -> None:
 def after_later_hooks(model: torch.nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
     """Run the forward pre-hooks of `model` that run after its ModelHook, and return the arguments of its forward.
 
-    For an observer that rehearses the forward in `before_forward`, when these hooks have not run yet. They may change
-    the arguments. They run again before the forward itself.
+    Used by an observer whose `before_forward` runs the forward once as a trial. At this time, these hooks have not run
+    yet, and they may change the arguments. They run again before the forward itself.
 
     Args:
         model: a wrapped model.
-        args: the positional arguments that `Observer.before_forward` got.
-        kwargs: its keyword arguments.
+        args: the positional arguments of the forward, as `Observer.before_forward` got them.
+        kwargs: the keyword arguments of the forward, as `Observer.before_forward` got them.
+
+    Returns:
+        The positional and the keyword arguments with which to call the model's forward.
     """
     hooks = list(model._forward_pre_hooks.items())
     checks = [isinstance(hook, ModelHook) for _, hook in hooks]
@@ -137,8 +140,9 @@ class ModelHook:
                 # parameters of `model` are full ones, marked by the attribute `is_unsharded`.
                 known = _is_sharded(type(parameter)) or hasattr(parameter, "is_unsharded")
                 if parameter is not None and not known:
+                    full_name = f"{name}.{key}" if name else key
                     raise RuntimeError(
-                        f"'{name}.{key}' is a {type(parameter).__name__} of shape {tuple(parameter.shape)} that was "
+                        f"'{full_name}' is a {type(parameter).__name__} of shape {tuple(parameter.shape)} that was "
                         "added to the model after auto_wrap. It is not sharded, and its gradient is not averaged over "
                         "the ranks. Add or replace parameters (adapters, resized embeddings, a new head) before "
                         "auto_wrap, and do not apply FSDP, which replaces all parameters."

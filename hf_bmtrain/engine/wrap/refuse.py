@@ -77,10 +77,15 @@ def _admit_modules(model: torch.nn.Module) -> None:
     for name, module in model.named_modules():
         if callable(getattr(module, "backward_pass", None)):
             raise ValueError(
-                f"auto_wrap: '{name}' is a {type(module).__name__} with a backward_pass() of its own (a reversible "
-                "layer, as in Reformer). It computes outside the layer's forward, when the layer's weights are not "
-                "all-gathered. Train this model with DistributedDataParallel."
+                f"auto_wrap: {_called(name)} is a {type(module).__name__} with a backward_pass() of its own (a "
+                "reversible layer, as in Reformer). It computes outside the layer's forward, when the layer's "
+                "weights are not all-gathered. Train this model with DistributedDataParallel."
             )
+
+
+def _called(name: str) -> str:
+    """Return how an error calls the module of this name; the name is empty for the model itself."""
+    return f"'{name}'" if name else "the model itself"
 
 
 def admit_parameters(model: torch.nn.Module, recognized: Callable[[torch.nn.Parameter], bool]) -> None:
@@ -99,13 +104,13 @@ def admit_parameters(model: torch.nn.Module, recognized: Callable[[torch.nn.Para
     for name, module in model.named_modules():
         if isinstance(module, torch.jit.ScriptModule):
             raise ValueError(
-                f"auto_wrap: '{name}' is a scripted module, whose parameters cannot be replaced from Python. Use the "
-                "module that was passed to torch.jit.script."
+                f"auto_wrap: {_called(name)} is a scripted module, whose parameters and buffers cannot be replaced "
+                "from Python. Use the module that was passed to torch.jit.script."
             )
         if isinstance(module, _EMBEDDINGS) and module.sparse and module.weight.requires_grad:
             raise ValueError(
-                f"auto_wrap: '{name}' has sparse gradients (sparse=True), but gradients of sharded weights must be "
-                "dense. Set its attribute `sparse` to False. The gradient is then as large as the weight."
+                f"auto_wrap: {_called(name)} has sparse gradients (sparse=True), but gradients of sharded weights must "
+                "be dense. Set its attribute `sparse` to False. The gradient is then as large as the weight."
             )
     for name, parameter in model.named_parameters():
         if isinstance(parameter, torch.nn.UninitializedParameter):

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from ...engine.base.arguments import expect_flag, expect_kind, expect_number
+from ...engine.base.arguments import expect_flag, expect_kind, expect_number, expect_tensor
 from ...engine.optim.adam import START_ANEW, AdamOptimizer, as_number
 from ...engine.optim.runs import Run, StateTensors
 from ...engine.runtime.world import current_world
@@ -38,9 +38,9 @@ class MuonOptimizer(AdamOptimizer):
     communication overlaps with computation. If a parameter is not sharded, every rank orthogonalizes it.
 
     The momentum is float32 and sharded like the weights, so it takes 4 bytes for each of this rank's elements. For
-    half-precision weights, the state also has float32 master weights, and takes 8 bytes. The state of other parameters
-    is that of AdamOptimizer. A saved state can be loaded on a different number of ranks. OptimManager and
-    torch.amp.GradScaler work as with AdamOptimizer.
+    half-precision weights, there are also float32 master weights, which take another 4 bytes. The state of the
+    parameters that AdamW updates is that of AdamOptimizer. A saved state can be loaded on a different number of ranks.
+    OptimManager and torch.amp.GradScaler work as with AdamOptimizer.
 
     Args:
         params: the sharded model, whose parameters are then divided as described above; or a list of parameter groups.
@@ -158,6 +158,8 @@ class MuonOptimizer(AdamOptimizer):
             param_group["params"] = [parameters] if isinstance(parameters, torch.Tensor) else [*parameters]
             # As in torch's optimizers, an entry may be a pair of a name and a parameter.
             parameters = [each[1] if isinstance(each, tuple) else each for each in param_group["params"]]
+            for parameter in parameters:
+                expect_tensor("An entry of a parameter group", parameter)
             unfit = [tuple(p.shape) for p in parameters if not is_matrix(p.shape)]
             if unfit:
                 raise ValueError(
@@ -258,8 +260,8 @@ class MuonOptimizer(AdamOptimizer):
     def _momentum_step(self, matrix: Matrix) -> torch.Tensor:
         """Update the momentum of this rank's elements of a matrix, and return their update u, 1-D bfloat16.
 
-        u is the momentum or, with Nesterov, a weighted mean of momentum and gradient. The owner of the matrix
-        orthogonalizes u afterwards, when the owner has received u for all elements of the matrix.
+        u is the momentum or, with Nesterov, a weighted mean of momentum and gradient. It is orthogonalized later,
+        on the owner of the matrix, which then has u for all elements of the matrix.
         """
         state, part = self._states[matrix.run], self._part(matrix)
         assert isinstance(state.exp_avg, torch.Tensor)
@@ -304,7 +306,7 @@ class MuonOptimizer(AdamOptimizer):
         return None if found_inf is None else found_inf.reshape(()) != 0
 
     def _part(self, matrix: Matrix) -> slice:
-        """Return where this rank's elements of a matrix are in the flat tensors of the matrix's run: a slice.
+        """Return the slice of this rank's elements of a matrix in the flat tensors of the matrix's run.
 
         A run is a contiguous range of parameters that are updated together. Its flat tensors are, for example, the
         weights and the momentum.

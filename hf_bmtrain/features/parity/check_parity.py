@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -66,7 +66,7 @@ def check_parity(
 
     Args:
         model: the wrapped model.
-        batch: the model's keyword arguments as a dict, its positional arguments as a tuple or list, or its only
+        batch: the model's keyword arguments as a mapping, its positional arguments as a tuple or list, or its only
             argument. Each rank passes its own batch.
         loss: a function of the model's output that returns the scalar loss. None uses the output's `loss` or, if the
             output is a tensor, the output itself.
@@ -149,12 +149,13 @@ def _run(model: Any, batch: Any, loss: Callable[[Any], torch.Tensor] | None) -> 
 
     Raises ValueError if no loss with one element is found.
 
-    batch: the model's keyword arguments as a dict, its positional arguments as a tuple or list, or its only argument.
+    batch: the model's keyword arguments as a mapping, its positional arguments as a tuple or list, or its only
+        argument.
     loss: a function of the model's output that returns the loss. None uses the output's `loss` or, if the output is a
         tensor, the output itself.
     """
     with torch.enable_grad():
-        if isinstance(batch, dict):
+        if isinstance(batch, Mapping):
             outputs = model(**batch)
         else:
             outputs = model(*batch) if isinstance(batch, (tuple, list)) else model(batch)
@@ -260,8 +261,7 @@ class _Comparison:
         Collective: every rank must call it. Afterwards `.grad` of each full parameter is the all-gathered gradient of
         the sharded step (or None), so that `of_update` gives both optimizers the same gradients.
 
-        full_params: {local parameter (this rank's elements): full parameter}, with the plain step's gradients in
-            `.grad`.
+        full_params: {local parameter: full parameter}, with the plain step's gradients in `.grad`.
         """
         found = []
         for sharded, full in reversed(full_params.items()):
@@ -302,8 +302,7 @@ class _Comparison:
         Collective: every rank must call it.
 
         Args:
-            full_params: {local parameter (this rank's elements): full parameter}, with the sharded step's gradients in
-                `.grad`.
+            full_params: {local parameter: full parameter}, with the sharded step's gradients in `.grad`.
             make: a function that returns an optimizer for a list of parameters.
         """
         trained = [sharded for sharded in full_params if sharded.requires_grad]

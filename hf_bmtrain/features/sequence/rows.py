@@ -108,7 +108,7 @@ class SharedRows:
         states that `trunk` returns.
 
         Args:
-            layers: the blocks (transformer layers), in execution order.
+            layers: the blocks, in execution order.
             trunk: the module whose forward calls these blocks.
         """
         for layer in layers:
@@ -247,7 +247,14 @@ class SharedRows:
                 f"sequence_parallel: a {type(layer).__name__} was called outside the model's forward, so it is unknown "
                 "which tokens of a sequence it should process on this rank. Call the model instead."
             )
-        names = list(inspect.signature(layer.forward).parameters)
+        signature = inspect.signature(layer.forward).parameters.values()
+        names = [each.name for each in signature if each.kind is not inspect.Parameter.VAR_POSITIONAL]
+        if any(isinstance(value, Tensor) for value in args[len(names) :]):
+            raise NotImplementedError(
+                f"sequence_parallel: the forward of {type(layer).__name__} got {len(args)} positional arguments, but "
+                f"names only {len(names)} of them ({', '.join(names)}). For the others, it is unknown which have a "
+                "dimension of tokens. Pass them to the layer by name, or wrap the model without sequence_parallel."
+            )
         given = {**dict(zip(names, args)), **kwargs}
         positions = given.get("position_ids")
         for attention in attentions:
@@ -255,7 +262,7 @@ class SharedRows:
             if known is None or known.parts is not parts or known.positions is not positions:
                 setattr(attention, ROW, Row(parts, positions))
         own = functools.partial(self._own_tokens, layer, parts)
-        args = tuple(own(name, value) for name, value in zip(names, args))
+        args = (*(own(name, value) for name, value in zip(names, args)), *args[len(names) :])
         return args, {name: own(name, value) for name, value in kwargs.items()}
 
     @staticmethod

@@ -72,10 +72,10 @@ def follow_short_training_batch(trainer: transformers.Trainer) -> None:
         state = trainer.accelerator.gradient_state
         before = len(state.dataloader_references)
         for inputs in batches:
-            # The data loader that Accelerate calls active need not be the one of `batches`: it may be that of an
-            # evaluation batch that a callback has read since the last training batch. But a data loader that was added
-            # to the references while the trainer read this batch is the one of `batches`. (It may have been there
-            # already, if a callback has begun to read it.)
+            # Find the data loader of `batches`. The last one in Accelerate's list of active data loaders may be a
+            # different one, if a callback has read an evaluation batch since the last training batch. But if the list
+            # became longer while this batch was read, the added data loader is the one of `batches`. (Compare lengths:
+            # the list may already have contained this data loader, if a callback has begun to read it.)
             references = state.dataloader_references
             if len(references) > before:
                 loader = references[-1]
@@ -161,6 +161,8 @@ def _rows_left(loader: Any) -> tuple[int | None, int | None]:
         return None, None
     total = sampler.batch_size if sampler.split_batches else sampler.batch_size * ranks
     rows = getattr(sampler.batch_sampler, "sampler", loader.dataset)
+    if not hasattr(rows, "__len__"):
+        return -1, None
     left = len(rows) % total
     return (left or None), total // ranks
 
@@ -194,7 +196,7 @@ def _shorten(
     if left == groups * rows and size is None:
         return None, ""
     if is_listed(inputs):
-        return None, "its rows are a list, which the trainer itself converts to tensors"
+        return None, "this batch is a list of rows, which the trainer itself converts to tensors"
     mine, absent = min(max(left - group * rows, 0), rows), groups + -left // max(rows, 1)
     reason, shortened = _reason(trainer, inputs, left, mine, found, size), None
     counted = _counts_labels(trainer, inputs)
@@ -206,12 +208,12 @@ def _shorten(
         own = {name: value[:, :end] for name, value in inputs.items() if getattr(value, "ndim", 0) == 2}
         shortened = _Short(ignore_after(inputs, starts, mine), own, absent, mine * groups / left, labels)
         if not counted:
-            reason = "its rows are not along the first dimension"
+            reason = "the rows of this batch are not along the first dimension"
     elif not reason:
         own = first_rows(inputs, rows, mine)
         kept = first_rows(inputs, rows, max(mine, 1)) if computes_loss(trainer) else dict(inputs)
         if own is None or kept is None:
-            reason = "not every tensor in it has that many rows"
+            reason = "the tensors and lists in this batch do not all have the same number of rows"
         else:
             if counted:  # the loss is a mean over labels, so ignored labels have no effect
                 labels = None if labels is None else labels[: len(kept["labels"])]
@@ -237,12 +239,12 @@ def _reason(
     if left < 0:
         return "the dataset has no length"
     if found is None or size not in (None, found):
-        return "its rows are not along the first dimension"
+        return "the rows of this batch are not along the first dimension"
     if trainer.compute_loss_func is not None and not computes_loss(trainer):
         return "compute_loss_func computes the loss"
     counted = _counts_labels(trainer, inputs)
     if counted and not isinstance(inputs["labels"], torch.Tensor):
-        return "its labels are not a tensor"
+        return "the labels of this batch are not a tensor"
     if counted and not trainer.args.average_tokens_across_devices:
         return "with average_tokens_across_devices=False, each rank's loss is a mean over its own labels"
     # Do not ask whether a batch norm is in training mode: after an evaluation between two steps, the model is still in
@@ -258,7 +260,7 @@ def _reason(
 
 
 def _counts_labels(trainer: transformers.Trainer, inputs: Any) -> bool:
-    """Return whether Trainer counts the labels of all ranks, by whose number a loss may be divided."""
+    """Return whether Trainer counts the labels of all ranks, so that a loss may be divided by their number."""
     return "labels" in inputs and (trainer.model_accepts_loss_kwargs or trainer.compute_loss_func is not None)
 
 

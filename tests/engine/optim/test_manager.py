@@ -426,6 +426,31 @@ def test_a_step_that_raised_can_be_repeated(first, second, loss_scale):
     torch.testing.assert_close(*results)
 
 
+@on_ranks(2)
+def test_a_repeated_step_searches_no_gradient_again():
+    """Even if different optimizers failed on the ranks, and only one has divided its gradients until then."""
+    part, other = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)
+    optimizers = [bmt.optim.AdamOptimizer(part.parameters()), torch.optim.SGD(other.parameters(), lr=1.0)]
+    failing, searches = [optimizers[bmt.rank()]], []
+
+    def fail(optimizer, *_):
+        if optimizer in failing:
+            failing.remove(optimizer)
+            raise torch.OutOfMemoryError("no memory")
+
+    manager = bmt.optim.OptimManager(loss_scale=1024)
+    for optimizer in optimizers:
+        optimizer.register_step_pre_hook(fail)
+        manager.add_optimizer(optimizer)
+    manager.backward(other(part(torch.ones(2))).sum())
+    norm = manager_file.global_norm
+    with mock.patch.object(manager_file, "global_norm", lambda *args: searches.append(1) or norm(*args)):
+        with pytest.raises(torch.OutOfMemoryError):
+            manager.step()
+        manager.step()
+    assert searches == [1]
+
+
 @on_ranks(2, full=(1,))
 @pytest.mark.parametrize("zeroed", ["everywhere", *in_full("on rank 0", "nowhere")])
 def test_a_group_that_is_added_after_a_skipped_step(zeroed):

@@ -403,11 +403,11 @@ class _Loading:
         left = [name for name in left if name not in tensors]
         if left and self._world.rank == 0:
             _log.warning(
-                "load_state: %d parameters are frozen now, but were trained before: in this process, or in a run whose "
-                "checkpoint was loaded earlier in this process. The checkpoint %s was saved with trained_only=True and "
-                "does not contain them, so they keep their present values: %s. To give them their values from before "
-                "this training, load the model again before load_state",
-                len(left), self._folder, ", ".join(left[:5]),
+                "load_state: %d parameters (%s) are frozen now, but were trained earlier: in this process, or in a run "
+                "whose checkpoint this process has loaded. The checkpoint %s was saved with trained_only=True and does "
+                "not contain them, so they keep the values of that training. To give them their pretrained values, "
+                "create the model again (from_pretrained) before load_state",
+                len(left), ", ".join(left[:5]), self._folder,
             )  # fmt: skip
 
     def _want_optimizers(self) -> None:

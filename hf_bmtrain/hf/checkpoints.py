@@ -58,9 +58,10 @@ def optimizer_state_needs_BMTrainCallback(identity: str, folder: str) -> dict[st
 def allow_references() -> None:
     """Allow `torch.load` to read the `optimizer.pt` of a sharded model, from now on in this process.
 
-    BMTrainCallback calls this function, because it loads the optimizer state to which such a file only refers. (torch's
-    context manager `safe_globals`, which allows a function for a limited time, is not used: leaving one such context
-    also ends all other permissions for the same function.)
+    Such a file contains no optimizer state, but a reference to the state in a checkpoint, pickled as a call of
+    `optimizer_state_needs_BMTrainCallback`. This function allows `torch.load(weights_only=True)` to make that call.
+    BMTrainCallback, which loads the state itself, calls this function. (torch's context manager `safe_globals` is not
+    used, because leaving such a context also ends permissions that were given elsewhere.)
     """
     torch.serialization.add_safe_globals([optimizer_state_needs_BMTrainCallback])
 

@@ -138,12 +138,27 @@ def refused():
             inspector.get_summary()
 
 
-CASES = [(parameters,), (activations, True), (activations, False), (table,), (refused,)]
+def shapes_of_ranks():
+    """Only the number of rows may differ."""
+    rank = bmt.rank()
+
+    def summary(*shape):
+        with bmt.inspect.inspect_tensor() as inspector:
+            bmt.inspect.record_tensor(torch.ones(shape), "x", group="layer")
+        return inspector.get_summary()
+
+    assert summary(2 + rank, 3)[0]["shape"] == (5, 3)
+    for shape in ((2, 3 + rank), (3,) * rank, (3,) * (1 - rank), (3,) * (1 + rank)):
+        with pytest.raises(RuntimeError, match=r"layer\.0\.x with different shapes: .* Only dimension 0 may differ"):
+            summary(*shape)
+
+
+CASES = [(parameters,), (activations, True), (activations, False), (table,), (refused,), (shapes_of_ranks,)]
 
 
 @pytest.mark.parametrize(
     "case",
-    by_default(CASES, (parameters,), (activations, True), (table,), (refused,)),
+    by_default(CASES, (parameters,), (activations, True), (table,), (refused,), (shapes_of_ranks,)),
     ids=lambda case: "-".join(str(getattr(c, "__name__", c)) for c in case),
 )
 def test_inspect(world, case):

@@ -1,5 +1,6 @@
 """A checkpoint that is loaded into another setup than it was saved in: dtype, optimizer, weights, files, folder."""
 
+import copy
 import os
 import subprocess
 import sys
@@ -149,6 +150,20 @@ def test_unsharded_weights_that_are_not_the_checkpoints(folder, cls):
     assert distance(weights(model), expected) < 1e-3
     bmt.load_state(folder, model, optimizer)
     assert distance(weights(model), saved_weights) == 0
+
+
+@on_ranks(2)
+def test_sharded_state_into_a_model_that_is_not_wrapped(folder):
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4))
+    plain = copy.deepcopy(model)
+    optimizer = AdamOptimizer(bmt.auto_wrap(model).parameters())
+    model(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+    bmt.save_state(folder, model, optimizer, step=1)
+    expected = weights(plain)
+    with pytest.raises(RuntimeError, match=r"optimizer state 0\.\w+\.exp_avg.*0\.\w+ is not sharded in this model"):
+        bmt.load_state(folder, plain, AdamOptimizer(plain.parameters()))
+    assert torch.equal(weights(plain), expected)
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 
 import hf_bmtrain as bmt
 from cases import by_default, full, in_full, rows_in_full
-from hf_bmtrain.checkpoint.torch_dcp import boxes
+from hf_bmtrain.checkpoint.torch_dcp import _pack, boxes
 from ranks import on_ranks
 from resumable import Training
 from state_dicts import check_equal
@@ -62,6 +62,13 @@ def test_groups_are_those_that_were_saved():
             match=r"the saved SGD have 2, 2 parameters, but those of this optimizer have 4\. .* in group 0, 1 ",
         ):
             state((0.1, ["0.weight", "1.weight", "0.bias", "1.bias"])).load_state_dict(saved)
+
+
+@on_ranks(2)
+def test_moments_of_an_empty_parameter_keep_their_dtype():
+    model = bmt.auto_wrap(nn.Sequential(nn.Linear(0, 4, dtype=torch.bfloat16)))
+    moments = _pack(model[0].weight, torch.empty(0, dtype=torch.float32))
+    assert (moments.shape, moments.dtype) == ((4, 0), torch.float32)
 
 
 class Model(nn.Module):

@@ -36,6 +36,12 @@ def warnings(caplog, monkeypatch):
     return warnings
 
 
+def test_seconds_that_are_no_number(monkeypatch):
+    monkeypatch.setenv("HF_BMTRAIN_HANG_SECONDS", "10s")
+    with pytest.raises(ValueError, match="HF_BMTRAIN_HANG_SECONDS must be a number of seconds, got '10s'"):
+        meeting.hang_seconds()
+
+
 def test_ranks_that_come_together_log_nothing(warnings):
     assert warnings(0.0, 0.2, 0.1) == []
 

@@ -175,6 +175,23 @@ def test_a_damaged_checkpoint_is_passed_over(world, tmp_path, name):
     assert world(2)(passed_over, str(tmp_path), name) == ahead
 
 
+@full
+@on_ranks(2, full=(1,))
+def test_a_renamed_checkpoint(folder):
+    """The only checkpoint, whose name is not one of Accelerate's any more."""
+    loop = Loop(folder)
+    loop.count.epochs = 1
+    saved = loop.accelerator.save_state()
+    if bmt.rank() == 0:
+        saved.rename(saved.with_name("best"))
+    bmt.synchronize()
+    other = Loop(folder)
+    other.accelerator.load_state()
+    assert other.count.epochs == 1
+    assert other.accelerator.save_state().name == "checkpoint_0"
+    assert other.checkpoints() == [".lock", "best", "checkpoint_0"]
+
+
 def is_refused(folder, match):
     loop = Loop(folder)
     with pytest.raises((RuntimeError, ValueError), match=match):

@@ -53,11 +53,20 @@ class Named(Listed):
         return transformers.Trainer.compute_loss(self, model, tensors, **options)
 
 
-def trained(folder, size, cls):
-    args = jobs.arguments(folder, per_device_train_batch_size=4 // bmt.world_size(), max_steps=-1, num_train_epochs=1)
+class Unsized(transformers.Trainer):
+    """Reads its rows in order, from a sampler that does not tell their number."""
+
+    def _get_train_sampler(self, dataset=None):
+        return map(int, range(len(self.train_dataset)))
+
+
+def trained(folder, size, cls, max_steps=-1):
+    args = jobs.arguments(
+        folder, per_device_train_batch_size=4 // bmt.world_size(), max_steps=max_steps, num_train_epochs=1
+    )
     callbacks = [bmt.hf.BMTrainCallback()]
     trainer = cls(
-        bmt.auto_wrap(llama()), args=args, data_collator=None, train_dataset=Rows("ids", size), callbacks=callbacks
+        bmt.auto_wrap(llama()), args=args, data_collator=collate, train_dataset=Rows("ids", size), callbacks=callbacks
     )
     with log_lines() as lines:
         trainer.train()
@@ -74,6 +83,12 @@ def test_batches_with_lists(world, tmp_path):
         for number, function in enumerate(both):
             first, second = world(2)(function, str(tmp_path / f"{cls.__name__}-{size}-{number}"), size, cls)
             assert ["has 2 rows for 2 ranks" in line for line in first] == [True] * (function in told) and not second
+
+
+def test_training_rows_without_a_number(world, tmp_path):
+    first, second = world(2)(trained, str(tmp_path), 10, Unsized, 3)
+    assert len(first) == 1 and "has perhaps too few rows for 2 ranks" in first[0] and not second
+    assert "the dataset has no length" in first[0]
 
 
 @full

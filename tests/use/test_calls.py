@@ -220,3 +220,7 @@ def test_helpers():
     assert [bmt.utils.round_up(x, 4) for x in (0, 1, 4, 5)] == [0, 4, 4, 8]
     assert bmt.utils.check_torch_version("1.12.0") > 0 > bmt.utils.check_torch_version("99.0.0")
     assert bmt.utils.check_torch_version(torch.__version__.split("+")[0]) == 0
+    minor = ".".join(torch.__version__.split(".")[:2])
+    expected = bmt.utils.check_torch_version(f"{minor}.0")
+    for version in (minor, f"{minor}rc1", f"{minor}.0rc1"):
+        assert bmt.utils.check_torch_version(version) == expected

@@ -51,8 +51,8 @@ class Members:
         self._seen: list[Any] = [_NONE]
         self._died: list[Any] = []  # the references to modules and parameters that were deleted since the last listing
         self._parameters: list[weakref.ref[torch.nn.Parameter]] = []
-        self._attributes: list[dict[str, Any]] = []  # the `__dict__` of each module inside the module
-        # Whether no module's class overrides `train`, and every entry of `_attributes` has the mode, "training".
+        self._attributes: list[dict[str, Any]] = []  # the `__dict__` of each submodule
+        # Whether no class of the modules overrides `train`, and each dict in `_attributes` has the key "training".
         self._plain = False
 
     def update(self, module: torch.nn.Module) -> bool:

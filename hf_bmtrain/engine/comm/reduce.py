@@ -242,7 +242,7 @@ class CollectingReducer:
             self._collected[index] = gradient
         elif index in self._summed:
             kept.add_(gradient)  # this object has allocated it
-        else:  # not in place: autograd may pass the same memory to other tensors, or may have expanded a smaller tensor
+        else:  # not in place: `kept` may share memory with another gradient, or be an expanded view of a smaller tensor
             self._collected[index] = kept + gradient
             self._summed.add(index)
 

@@ -115,7 +115,9 @@ def _finish_load(optimizer: Any, full_state: FullState) -> None:
         `AdamOptimizer.load_state_dict` shards the state already.
     """
     facts = None
-    if isinstance(optimizer, AdamOptimizer):  # its load_state_dict has sharded the state already
+    if isinstance(optimizer, AdamOptimizer):
+        # Its load_state_dict has sharded the state, so the full values are gone. It has stored facts about them for
+        # this check, which is made once.
         facts, optimizer.loaded_facts = optimizer.loaded_facts, None
     elif full_state.is_loaded(optimizer) and optimizer.state:
         facts = full_facts((p, *item) for p, state in optimizer.state.items() for item in state.items())

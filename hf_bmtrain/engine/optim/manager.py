@@ -384,20 +384,20 @@ class OptimManager:
         schedulers step later, usually in the next `backward`, because only then does the host read whether the step was
         skipped.
 
-        Call `zero_grad` after each step, before the next `backward`. Otherwise that backward adds its gradients to the
-        old ones, because only a skipped step drops its gradients by itself.
+        Call `zero_grad` after each step. Otherwise the next `backward` adds its gradients to those of this step. (Only
+        a skipped step drops its gradients itself.)
 
         If the same optimizer raises an error on every rank, the program can call `step` again. The optimizers that have
         already made this step do not make it twice.
 
         Raises:
             RuntimeError: there is no optimizer; or the ranks' managers differ in `grad_scale`, `max_skipped_steps`, the
-                settings of the loss scale, or the classes of optimizers and schedulers. Or a step was skipped because a
-                gradient was inf or nan, and training cannot go on: either `max_skipped_steps` steps in a row have been
-                skipped, or an AdamOffloadOptimizer had already applied the inf or nan to the weights, because the
-                backward ran in its `update_in_backward()`. On the CPU, the skipped step is that of this call. On a GPU,
-                it is the previous step, but usually an earlier call, such as `backward`, has already ended that step
-                and raised the error.
+                settings of the loss scale, or the classes of optimizers and schedulers.
+            RuntimeError: a step was skipped because a gradient was inf or nan, and training cannot go on: either
+                `max_skipped_steps` steps in a row have been skipped, or an AdamOffloadOptimizer had already applied the
+                inf or nan to the weights, because the backward ran in its `update_in_backward()`. On the CPU, the
+                `step` that was skipped raises this error. On a GPU, the next call that reads whether it was skipped
+                raises the error: usually the next `backward`, at the latest the next `step`.
         """
         if not self.optimizers:
             raise RuntimeError("OptimManager has no optimizer. Call add_optimizer first.")
@@ -553,8 +553,9 @@ class OptimManager:
 
         Raises:
             RuntimeError: an optimizer keeps its state under names instead of parameters; or, with gather_opt=True, the
-                ranks have state for different parameters. Or the previous step was skipped because a gradient was inf
-                or nan, and training cannot go on, as in `own_state`.
+                ranks have state for different parameters.
+            RuntimeError: the previous step was skipped because a gradient was inf or nan, and training cannot go on
+                (the conditions are those of `step`).
         """
         world = current_world()
         expect_flag("gather_opt", gather_opt)

@@ -401,9 +401,9 @@ def divide_state(parameters: dict[Any, Any], state: States, world: World) -> tup
         RuntimeError: the ranks have state for different parameters.
     """
     # For each state value of each sharded parameter: {(name, key): (whether the value has the local parameter's shape,
-    # the number of local elements of the parameter, a copy of the value or None)}. The copy is used only for values
-    # that are not sharded, such as step counts. So it is left out (None) if the value has the local parameter's shape,
-    # except if this shape has one element, because a step count may have the same shape.
+    # the number of local elements of the parameter, a copy of the value or None)}. Only values that are not sharded,
+    # such as step counts, need a copy. A value with the local parameter's shape is taken to be sharded, so its copy is
+    # None. If that shape has a single element, the value may also be a step count, so it is copied.
     mine: dict[tuple[str, Any], tuple[bool, int, Any]] = {}
     others: States = {key: {} for key in state}
     for key, values in state.items():

@@ -390,8 +390,8 @@ class Activations:
         self._meter.begin(_buffers(blocks))
         self._fresh, self._seen, self.measuring = [], [], False
         if self._free is None:
-            # `_blocks` contains deleted blocks, too, because the ranks may delete a model at different times, but must
-            # enter `_agree` together.
+            # Test `_blocks`, which keeps deleted blocks, not `blocks`. The ranks may delete a model at different times,
+            # but either all of them or none must call `_agree`.
             if not self._blocks or not self._agree(blocks):
                 self.measure()
             return

@@ -37,8 +37,9 @@ def cuda_choices() -> Iterator[None]:
         meta = device_type == "meta"
         if meta and enabled:
             _log_once(
-                "The predicted memory is that of a model that computes in the dtypes of its weights. Autocast, which "
-                "the Accelerator's mixed precision enables, is not simulated."
+                "The prediction ignores autocast, which the Accelerator's mixed precision enables, so training may "
+                "take more or less memory than predicted. To predict it, load the model in the dtype that it computes in, "
+                "without mixed precision."
             )
         make(self, "cpu" if meta else device_type, dtype, enabled and not meta, cache_enabled)
 

@@ -91,8 +91,12 @@ def _attend(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Compute the attention of `module` for this rank's tokens.
 
-    Collective: every rank of the group must call it. The signature is that of transformers' attention interface. If
-    `module` belongs to a model that is not wrapped, this rank has all tokens, so only `inner` is called.
+    The ranks that share each row exchange their tensors: every rank gets all tokens for some of the heads, and calls
+    `inner` for these heads. In a second exchange, it gets back the outputs of its own tokens. If `module` belongs to a
+    model that is not wrapped, this rank has all tokens, and `inner` is called without exchanges.
+
+    Collective: every rank of the group that shares a row must call it. The signature is that of transformers' attention
+    interface.
 
     Args:
         inner: the name of the attention function to call for this rank's heads, such as "sdpa".

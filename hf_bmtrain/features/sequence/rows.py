@@ -252,8 +252,9 @@ class SharedRows:
         if any(isinstance(value, Tensor) for value in args[len(names) :]):
             raise NotImplementedError(
                 f"sequence_parallel: the forward of {type(layer).__name__} got {len(args)} positional arguments, but "
-                f"names only {len(names)} of them ({', '.join(names)}). For the others, it is unknown which have a "
-                "dimension of tokens. Pass them to the layer by name, or wrap the model without sequence_parallel."
+                f"names only {len(names)} of them ({', '.join(names)}). The others are in its *args, so it is unknown "
+                "which have a dimension of tokens. Name them in the signature of the forward, or wrap the model "
+                "without sequence_parallel."
             )
         given = {**dict(zip(names, args)), **kwargs}
         positions = given.get("position_ids")

@@ -11,9 +11,9 @@ from ...engine.sharding.storage import Storage, StorageKind
 class WholeStorage(Storage):
     """Storage of unsplit parameters that all ranks of a tensor-parallel group use for the same rows of the batch.
 
-    These are the unsplit parameters that were created with `tp_mode=True`. In a model that is split by its
-    tensor-parallel plan, they are all unsplit parameters except those that each rank applies only to its own features.
-    The elements are stored unchanged, as in `Storage`. The only difference is that `kind` is not None here.
+    Which parameters these are depends on how the model was split. With BMTrain's layers, they are the unsplit ones that
+    were created with `tp_mode=True`. With a tensor-parallel plan, they are all unsplit ones, except those that a rank
+    applies only to its own features. The elements are stored as in `Storage`. This class only adds `kind`.
 
     Args:
         kind: the StorageKind that made this storage. It determines over which ranks the gradient is averaged. If a full

@@ -5,6 +5,7 @@ import re
 import subprocess
 import sys
 from datetime import timedelta
+from unittest import mock
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ import torch
 import hf_bmtrain as bmt
 from cases import full, in_full, in_slow
 from hf_bmtrain.engine.runtime import backend
+from hf_bmtrain.engine.runtime.launcher import seed_everything
 from hf_bmtrain.engine.runtime.monitor import Monitor
 from ranks import Ranks, free_port
 
@@ -59,6 +61,15 @@ print(type(world.loss_scale_factor).__name__, type(world.loss_scale_steps).__nam
 def test_numbers_of_numpy():
     """They passed the checks of the arguments, and were then refused by `random` and `datetime`."""
     assert run(NUMPY).stdout.split() == ["float", "int"]
+
+
+@pytest.mark.parametrize("seed", [0, 2**64 - 1])
+def test_the_seed_of_every_rank_is_one_that_torch_accepts(seed):
+    with mock.patch.object(torch.cuda, "manual_seed") as seeded, mock.patch.object(torch, "manual_seed"):
+        for rank in range(3):
+            seed_everything(seed, rank, torch.device("cuda"))
+    seeds = [call.args[0] for call in seeded.call_args_list]
+    assert len(set(seeds)) == 3 and all(each < 2**64 for each in seeds)
 
 
 @pytest.mark.parametrize("given", [None, "1"])

@@ -11,6 +11,7 @@ from cases import in_full
 from hf_bmtrain.engine.ops.grad_norm import Segments
 from hf_bmtrain.engine.runtime.world import current_world, simulated
 from hf_bmtrain.engine.tensors.norms import SegmentNorms, norms_of
+from hf_bmtrain.engine.tensors.tensor import _Call
 from ranks import on_ranks
 from twins import WIDTH, Tower, check_gradients, ids
 
@@ -100,6 +101,18 @@ def test_collectives_are_few():
         assert reduced.call_count == 2
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)  # which was written to by the first
         assert reduced.call_count == 3
+
+
+@on_ranks(2, full=(1,))
+def test_norms_gather_nothing():
+    model, twin = bmt.auto_wrap(Tower()), Tower()
+    for either in (model, twin):
+        either(ids(0, 0)).backward()
+    with mock.patch.object(_Call, "_on_full", side_effect=AssertionError("gathered")), torch.no_grad():
+        for parameter, plain in zip(model.parameters(), twin.parameters()):
+            for mine, whole in ((parameter, plain), (parameter.grad, plain.grad)):
+                for norm in (torch.norm, torch.linalg.vector_norm, torch.Tensor.norm):
+                    torch.testing.assert_close(norm(mine), norm(whole))
 
 
 @pytest.mark.parametrize("mine", [False, *in_full(True)], ids=["full", "elements"])

@@ -73,6 +73,7 @@ def test_what_is_said(facts, changes, said):
     ("changes", "count"),
     [
         ({"packages": VERSIONS | {"accelerate": "1.9.0"}}, 1),
+        ({"packages": VERSIONS | {"transformers": "5"}, "needed": NEEDED | {"transformers": "5.0"}}, 0),
         *rows_in_full([({}, 0), ({"packages": VERSIONS | {"peft": None}}, 0), ({"trouble": {"CuPy": "", "a": ""}}, 2)]),
     ],
 )  # fmt: skip

@@ -325,6 +325,8 @@ def test_refusals():
     for params, options, message in cases:
         with pytest.raises(ValueError, match=message):
             bmt.optim.MuonOptimizer(params, **options)
+    with pytest.raises(TypeError, match="An entry of a parameter group must be a torch.Tensor, got .*str"):
+        bmt.optim.MuonOptimizer(model).add_param_group({"muon": True, "params": ["x"]})
 
 
 @pytest.mark.parametrize("by", ["a dict", "a checkpoint"])

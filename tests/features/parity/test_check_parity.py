@@ -6,6 +6,7 @@ from unittest import mock
 
 import pytest
 import torch
+import transformers
 from torch import nn
 
 import hf_bmtrain as bmt
@@ -84,6 +85,14 @@ def other_optimizers():
     model = bmt.auto_wrap(Tower())
     for make in (bmt.optim.AdamOptimizer, torch.optim.AdamW, torch.optim.Adagrad):
         parity = bmt.check_parity(model, ids(0, bmt.rank()), optimizer=make, verbose=False)
+        assert parity.ok, str(parity)
+
+
+def batches_of_other_kinds():
+    """By position, and by name in a mapping that is not a dict: what tokenizers return."""
+    model, rows = bmt.auto_wrap(Tower()), ids(0, bmt.rank())
+    for batch in ([rows], transformers.BatchEncoding({"ids": rows})):
+        parity = bmt.check_parity(model, batch, verbose=False)
         assert parity.ok, str(parity)
 
 
@@ -356,7 +365,8 @@ def test_gradients_of_unsharded_parameters_are_kept():
 @pytest.mark.parametrize(
     "function",
     [
-        other_optimizers, updates_in_backward, fused_loss_in_either_order, hooks_are_counted, refusals,
+        other_optimizers, batches_of_other_kinds, updates_in_backward, fused_loss_in_either_order, hooks_are_counted,
+        refusals,
     ],
 )  # fmt: skip
 def test_check_parity(world, size, function):

@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 import transformers
+from transformers.models.gpt2.modeling_gpt2 import GPT2Block
 
 import hf_bmtrain as bmt
 from ranks import on_ranks
@@ -77,6 +78,23 @@ def test_calls():
     with pytest.raises(NotImplementedError, match="one label for each token"):
         model(input_ids=batch["input_ids"], labels=torch.tensor([0, 1]))
     model(**batch).loss.backward()  # still usable
+
+
+class NamelessBlock(GPT2Block):
+    """Gets a mask by position, without a name."""
+
+    def forward(self, hidden_states, *args, **kwargs):
+        return super().forward(hidden_states, *args, **kwargs)
+
+
+@on_ranks(2)
+def test_tensors_without_a_name():
+    model = MODELS["gpt2"]()
+    for layer in model.transformer.h:
+        layer.__class__ = NamelessBlock
+    bmt.auto_wrap(model, sequence_parallel=2)
+    with pytest.raises(NotImplementedError, match=r"the forward of NamelessBlock got 4 .* names only 1 .*\(hidden_states"):
+        model(**batch_of("right", 0))
 
 
 @on_ranks(2)

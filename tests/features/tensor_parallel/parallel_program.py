@@ -359,6 +359,9 @@ def transformers_plans(folder: Path) -> None:
         for each in (model, copied, bmt.auto_wrap(copy.deepcopy(copied)), bmt.auto_wrap(copy.deepcopy(copied.model))):
             with pytest.raises(RuntimeError, match="must get the same batch, but their inputs differ"):
                 each(input_ids=rows[group] if bmt.config["tp_rank"] else rows[group].flip(1))
+        tensors = [rows[group], rows[group].flip(1)]
+        with pytest.raises(RuntimeError, match="must get the same batch, but their inputs differ"):
+            model(**dict(zip(("input_ids", "labels"), tensors[:: 1 - 2 * bmt.config["tp_rank"]])))
         bmt.save_state(folder / family, model)
         bmt.load_state(folder / family, model)
         assert all(torch.equal(value, found[name]) for name, value in model.state_dict().items())

@@ -38,8 +38,8 @@ def cuda_choices() -> Iterator[None]:
         if meta and enabled:
             _log_once(
                 "The prediction ignores autocast, which the Accelerator's mixed precision enables, so training may "
-                "take more or less memory than predicted. To predict it, load the model in the dtype that it computes in, "
-                "without mixed precision."
+                "take more or less memory than predicted. For a prediction that fits, load the model in the dtype that "
+                "it computes in, and do not enable mixed precision."
             )
         make(self, "cpu" if meta else device_type, dtype, enabled and not meta, cache_enabled)
 

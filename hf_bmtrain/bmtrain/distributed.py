@@ -79,8 +79,8 @@ def all_reduce(x: torch.Tensor, op: str = "sum", comm: Any = None) -> torch.Tens
 
     Raises:
         NotImplementedError: `comm` is not a communicator from `config`.
-        ValueError: `op` is unknown or cannot reduce this dtype; or shapes or dtypes differ between the ranks, in which
-            case every rank raises it.
+        ValueError: `op` is unknown, or cannot reduce this dtype.
+        ValueError: on every rank, if shapes or dtypes differ.
     """
     return _all_reduce(_ranks(comm), x, op)
 
@@ -136,8 +136,9 @@ def reduce_scatter(x: torch.Tensor, op: str = "sum", comm: Any = None) -> torch.
 
     Raises:
         NotImplementedError: `comm` is not a communicator from `config`.
-        ValueError: the size of dimension 0 is not a multiple of the size of the group; `op` is unknown or cannot reduce
-            this dtype; or shapes or dtypes differ between the ranks, in which case every rank raises it.
+        ValueError: the size of dimension 0 is not a multiple of the size of the group.
+        ValueError: `op` is unknown, or cannot reduce this dtype.
+        ValueError: on every rank, if shapes or dtypes differ.
     """
     # together=False makes backward sum the gradients of all ranks. This is necessary even in a tensor-parallel group,
     # because its ranks, too, compute gradients for different rows of the result.
@@ -176,8 +177,8 @@ def broadcast(x: torch.Tensor, root: int, comm: Any = None) -> torch.Tensor:
     Raises:
         NotImplementedError: `comm` is not a communicator from `config`.
         TypeError: `root` is not an integer.
-        ValueError: `root` is not an index of a rank in the group; or shapes or dtypes differ between the ranks, in
-            which case every rank raises it.
+        ValueError: `root` is not the index of a rank in the group.
+        ValueError: on every rank, if shapes or dtypes differ.
     """
     ranks = _ranks(comm)
     size = ranks.size
@@ -359,8 +360,8 @@ def sum_loss(loss: torch.Tensor, comm: Any = None) -> torch.Tensor:
 
     Raises:
         NotImplementedError: `comm` is not a communicator from `config`.
-        ValueError: on every rank, if shapes or dtypes differ. Scalars are not compared: if only some ranks pass
-            a scalar, the ranks issue different collectives, which the error after the hang says.
+        ValueError: on every rank, if shapes or dtypes differ. A rank that passes a scalar skips this check. So if only
+            some ranks pass a scalar, the ranks issue different collectives and hang, until an error says so.
     """
     ranks = _ranks(comm)
     _check_tensor("sum_loss", "loss", loss)

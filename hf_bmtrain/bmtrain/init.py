@@ -108,12 +108,16 @@ def init_distributed(
               inside a host. (4) "host" if the argument `gather` is "collective". (5) "host+world".
 
     Raises:
-        RuntimeError: this function was called before, a rank did not call it within `timeout`, the ranks' arguments
-            or versions of packages differ, the launcher's variables are incomplete or contradict each other, or
-            `gather` or `shard_over` is not possible on these hosts.
+        RuntimeError: this function was called before.
+        RuntimeError: a rank did not call it within `timeout`.
+        RuntimeError: the ranks' arguments or versions of packages differ.
+        RuntimeError: the launcher's variables are incomplete or contradict each other.
+        RuntimeError: `gather` or `shard_over` is not possible on these hosts.
         NotImplementedError: `pipe_size` is neither 1 nor -1.
-        TypeError, ValueError: another argument has the wrong type or is out of range, `gather` and `shard_over` do not
-            work together, or `tp_size` above 1 is combined with a `shard_over` other than "world".
+        TypeError: an argument has the wrong type.
+        ValueError: an argument other than `pipe_size` is out of range.
+        ValueError: `gather` and `shard_over` do not work together.
+        ValueError: `tp_size` is above 1, but `shard_over` is not "world".
 
     Example::
 

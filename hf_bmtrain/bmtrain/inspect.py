@@ -59,7 +59,10 @@ class _Moments:
         apart = other.mean - self.mean
         mean = self.mean + apart * other.count / count
         squares = self.squares + other.squares + apart * apart * self.count * other.count / count
-        return _Moments(count, mean, squares, min(self.low, other.low), max(self.high, other.high))
+        # Like torch's, the minimum and the maximum are nan if one of the numbers is. (Python's depend on the order.)
+        low = math.nan if math.isnan(self.low) else min(other.low, self.low)
+        high = math.nan if math.isnan(self.high) else max(other.high, self.high)
+        return _Moments(count, mean, squares, low, high)
 
     @property
     def std(self) -> float:
@@ -210,7 +213,9 @@ class InspectTensor:
               gradient of that rank's own loss, times the loss scale if there is one.
 
         Raises:
-            RuntimeError: the ranks have recorded different names, or a recorded tensor was modified in place later.
+            RuntimeError: a recorded tensor was modified in place later.
+            RuntimeError: the ranks have recorded different names.
+            RuntimeError: the ranks have recorded a tensor with shapes that differ in more than dimension 0.
         """
         world = current_world()
         world.barrier("get_summary")
@@ -228,15 +233,17 @@ class InspectTensor:
         names = [[local.name for local in rank] for rank in everyone]
         if any(other != names[0] for other in names):
             raise RuntimeError(
-                f"The ranks recorded different tensors, so no statistics over all ranks can be computed: {names}. Call "
-                "record_tensor on every rank the same number of times, with the same names."
+                "The ranks recorded different tensors, so no statistics over all ranks can be computed. The names that "
+                f"each rank recorded, in rank order: {names}. Call record_tensor on every rank the same number of "
+                "times, with the same names."
             )
         lines = []
         for ranks in zip(*everyone):
             shapes = [tuple(local.shape) for local in ranks]
             if len({(len(shape), *shape[1:]) for shape in shapes}) > 1:
                 raise RuntimeError(
-                    f"The ranks recorded {ranks[0].name} with different shapes: {shapes}. Only dimension 0 may differ."
+                    f"The ranks recorded {ranks[0].name} with different shapes: {shapes} (in rank order). Only "
+                    "dimension 0 may differ."
                 )
             rows = (sum(shape[0] for shape in shapes), *shapes[0][1:]) if shapes[0] else ()
             lines.append(_line(ranks, rows))
@@ -357,7 +364,7 @@ def format_summary(summary: Sequence[dict[str, Any]]) -> str:
 
     Raises:
         TypeError: `summary` is not a list of dicts.
-        ValueError: a dict lacks one of these keys.
+        ValueError: a dict in `summary` lacks one of these eight keys.
     """
     expect_kind("summary", summary, (list, tuple), "a list, from inspect_model or get_summary")
     for line in summary:

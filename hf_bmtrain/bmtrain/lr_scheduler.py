@@ -49,8 +49,9 @@ class WarmupLRScheduler:
 
     Raises:
         TypeError: a setting is not a number.
-        ValueError: `optimizer` has no `param_groups`, `start_lr` is negative or not finite, `warmup_iter` or `num_iter`
-            is negative or not finite, or `end_iter` is not finite or is too small for this schedule.
+        ValueError: `optimizer` has no `param_groups`.
+        ValueError: `start_lr`, `warmup_iter` or `num_iter` is negative or not finite.
+        ValueError: `end_iter` is not finite, or is too small for this schedule.
     """
 
     own_state: tuple[str, ...] = ()  # names of the attributes that a subclass adds to the state dict
@@ -154,8 +155,9 @@ class WarmupLRScheduler:
 
         Args:
             state_dict: the result of `state_dict()` of a schedule of the same class, in this package or in BMTrain. The
-                state of BMTrain's `Exponential` has no `gamma`, so the present `gamma` is kept. Other keys are ignored
-                if the class is not of this package: a subclass may add keys in its `state_dict`, and load them itself.
+                state of BMTrain's `Exponential` has no `gamma`, so the present `gamma` is kept. Unknown keys raise an
+                error. They are ignored if the schedule's class is defined outside this package, because such a class
+                may add keys in its `state_dict`, and load them itself.
 
         Raises:
             TypeError: `state_dict` is not a dict, or a value in it is not a number.

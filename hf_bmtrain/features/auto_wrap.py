@@ -153,9 +153,11 @@ def auto_wrap(
 
     Raises:
         TypeError: an argument has the wrong type.
-        ValueError: the model cannot be sharded (the message says why), or an argument is out of range.
-        RuntimeError: the ranks' models or arguments differ, `weights` cannot be read or do not fit the model, or this
-            version of torch does not support an argument.
+        ValueError: the model cannot be sharded. The message says why.
+        ValueError: an argument is out of range, or cannot be combined with another argument.
+        RuntimeError: the ranks' models or arguments differ.
+        RuntimeError: `weights` cannot be read, or do not fit the model.
+        RuntimeError: this version of torch does not support the value of an argument.
 
     Example::
 
@@ -208,9 +210,11 @@ def BMTrainModelWrapper(model: torch.nn.Module, *args: Any, **kwargs: Any) -> to
 
     Raises:
         TypeError: an argument has the wrong type.
-        ValueError: the model cannot be sharded (the message says why), or an argument is out of range.
-        RuntimeError: the ranks' models or arguments differ, `weights` cannot be read or do not fit the model, or this
-            version of torch does not support an argument.
+        ValueError: the model cannot be sharded. The message says why.
+        ValueError: an argument is out of range, or cannot be combined with another argument.
+        RuntimeError: the ranks' models or arguments differ.
+        RuntimeError: `weights` cannot be read, or do not fit the model.
+        RuntimeError: this version of torch does not support the value of an argument.
     """
     expect_module("model", model)
     parameters = list(model.parameters())  # empty for an activation function, for example

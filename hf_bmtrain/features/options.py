@@ -29,7 +29,9 @@ class Options:
     The docstring of `auto_wrap` explains each of them. The values are checked when this object is created.
 
     Raises:
-        TypeError, ValueError: a value is not among those that `auto_wrap` documents, or two values cannot be combined.
+        TypeError: a value has the wrong type.
+        ValueError: a value is not among those that `auto_wrap` documents.
+        ValueError: two values cannot be combined.
     """
 
     zero_level: int

@@ -76,7 +76,7 @@ class _AcceleratorStates:
     def save(self, output_dir: str | None = None, safe_serialization: bool = True, **options: Any) -> Path:
         """Save models, optimizers and the rest of Accelerate's state as a checkpoint.
 
-        Collective: every rank must call it.
+        Collective: every rank must call it. If it raises an error, earlier checkpoints do not change.
 
         Args:
             output_dir: the folder in which a subfolder is created for the checkpoint. It is ignored if Accelerate
@@ -89,8 +89,8 @@ class _AcceleratorStates:
 
         Raises:
             ValueError: `output_dir` is None without automatic naming.
-            RuntimeError: on every rank, if one rank cannot write, or if the folder that automatic naming chose already
-                exists. Earlier checkpoints are not changed.
+            RuntimeError: on every rank, if a rank cannot write.
+            RuntimeError: on every rank, if the folder that automatic naming chose already exists.
         """
         world, configuration = self._begin("accelerator.save_state"), self._accelerator.project_configuration
         automatic, limit, iteration = (

@@ -48,11 +48,11 @@ class BMTrainCallback(TrainerCallback):
       and shards adapters that the trainer added.
     * When training begins, it loads the weights and optimizer state if Trainer resumes from a checkpoint. If
       `torch_compile` is set, it compiles the blocks (transformer layers).
-    * In each save, every rank writes its own elements of weights and optimizer state to the checkpoint. In four cases,
-      the ranks write only trained weights in this way, and the full weights are also gathered on rank 0, where Trainer
-      then saves the model: the model has adapters, `tp_size` has split its weights, its class overrides
-      `save_pretrained`, or it is not a model from transformers. With `save_only_model`, no optimizer state is saved,
-      and in these four cases rank 0 alone saves the model.
+    * In each save, every rank writes its own elements of weights and optimizer state to the checkpoint. There are four
+      exceptions: the model has adapters, `tp_size` has split its weights, its class overrides `save_pretrained`, or it
+      is not a model from transformers. In these cases, the ranks write only trained weights in this way. The full
+      weights are also gathered on rank 0, where Trainer then saves the model. With `save_only_model`, no optimizer
+      state is saved, and in the four cases rank 0 alone saves the model.
 
     To each log entry with the training loss, the callback adds samples_per_second (over all ranks), peak_memory_gib
     (the largest of any rank) and, if they are known, tokens_per_second (over all ranks) and model_tflops_per_device.
@@ -254,8 +254,8 @@ class BMTrainCallback(TrainerCallback):
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         assert self._weights is not None and self._checkpoints is not None and self._speed is not None
         self._weights.drop()
-        # A save is unfinished if the user's program itself called `_save_checkpoint`: then Trainer does not call
-        # `on_save`.
+        # `staged` is still set if the user's program itself called `_save_checkpoint`, because Trainer then does not
+        # call `on_save`, which completes a save.
         if self._checkpoints.staged is not None:
             current_world().barrier("a save")  # wait until every rank has written its random state
             self._checkpoints.withdraw()

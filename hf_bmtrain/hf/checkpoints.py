@@ -280,8 +280,9 @@ class TrainerCheckpoints:
                 `optimizer.pt` to `optimizer.load_state_dict`. The checkpoint in the reference is then loaded.
 
         Raises:
-            RuntimeError: on every rank, if the checkpoint is incomplete or damaged, if its `optimizer.pt` refers to a
-                different checkpoint, or if it has optimizer state but Trainer did not load its `optimizer.pt`.
+            RuntimeError: on every rank, if the checkpoint is incomplete or damaged.
+            RuntimeError: on every rank, if its `optimizer.pt` refers to a different checkpoint.
+            RuntimeError: on every rank, if it has optimizer state, but Trainer did not load its `optimizer.pt`.
         """
         reference = self._optimizer.param_groups[0].pop(_REFERENCE, None)
         if reference is None:
@@ -293,7 +294,7 @@ class TrainerCheckpoints:
             _raise_if_damaged(place, _damage)
             raise RuntimeError(
                 f"The checkpoint {place} has the optimizer.pt of a different checkpoint, {reference['folder']}. "
-                "Restore its own files, or resume from another checkpoint."
+                "Restore the optimizer.pt that was saved with it, or resume from another checkpoint."
             )
         _raise_if_damaged(place, _damage_of_added)
         saved, rows = _extra(place).get("rows"), self._rows_per_step()
@@ -310,8 +311,8 @@ class TrainerCheckpoints:
         # put the newer groups back afterwards.
         groups = [{**group} for group in self._optimizer.param_groups]
         # If the user has replaced the weights, the parameters stay as Trainer has loaded them. Buffers are loaded here
-        # unless the user's files contain them. This is because buffers may differ between ranks, but Trainer does not
-        # load each rank's own: for a model with adapters, it loads none, and for others, all ranks load rank 0's.
+        # unless the user's files contain them. They may differ between ranks, and Trainer does not load each rank's
+        # own: for a model with adapters, it loads none, and for other models, all ranks load rank 0's.
         own = writes_own_weights(self._model)
         replaced = _weights_were_replaced(place) if own else _weights_may_be_replaced(place)
         load_parts(
@@ -349,8 +350,8 @@ class TrainerCheckpoints:
 def writes_own_weights(model: Any) -> bool:
     """Return whether the ranks can write the weights of `model` to a checkpoint without calling `save_pretrained`.
 
-    They can if `save_pretrained` is the method of transformers and would save the full model, not adapters, and no
-    weight is split over ranks by `tp_size`. Then each rank writes its own elements of the weights.
+    They can if three conditions are met: `save_pretrained` is transformers' own method, it would save the full model
+    and not only adapters, and `tp_size` has split no weight over ranks. Each rank then writes its own elements.
     """
     method = getattr(type(model), "save_pretrained", None)
     adapted = getattr(model, "_hf_peft_config_loaded", False)
@@ -540,7 +541,7 @@ def _by_step(output_dir: str | os.PathLike) -> list[Path]:
 def _missing(folder: Path) -> str | None:
     """Return why a checkpoint is incomplete, or None if Trainer has finished writing its own files to it.
 
-    The description is that of the first error in reading these files. trainer_state.json, which Trainer writes last, is
+    The result describes the first error in reading these files. trainer_state.json, which Trainer writes last, is
     always read. optimizer.pt and scheduler.pt are read only if `TrainerCheckpoints.save` wrote optimizer state to the
     checkpoint. In this case, the ranks' random states (rng_state*.pth) are also checked, unless complete.json exists.
     """

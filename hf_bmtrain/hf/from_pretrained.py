@@ -91,12 +91,15 @@ def from_pretrained(
 
     Raises:
         TypeError: an argument has the wrong type.
-        ValueError: an argument has a value that is not supported. For example, `name_or_path` contains an adapter or
-            weights that are already quantized, `blocks` contains a name that the model does not have, or `kwargs`
-            contains an argument such as `device_map` or `tp_plan`, with which transformers would place or split the
-            model. Also raised if the loaded model is not a PreTrainedModel, or if loading has left one of its tensors
-            without values.
-        RuntimeError: loading failed on another rank, or the ranks have loaded different models.
+        ValueError: an argument has a value that is not supported. For example, `blocks` contains a name that the model
+            does not have.
+        ValueError: `name_or_path` contains an adapter, or weights that are already quantized.
+        ValueError: `kwargs` contains an argument, such as `device_map` or `tp_plan`, with which transformers would
+            place, split or quantize the model.
+        ValueError: the loaded model is not a PreTrainedModel.
+        ValueError: loading has left a tensor of the model without values.
+        RuntimeError: loading failed on another rank.
+        RuntimeError: the ranks have loaded different models.
         Exception: the class's `from_pretrained` failed on this rank. Its error is raised unchanged.
 
     Example::

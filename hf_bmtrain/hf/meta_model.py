@@ -36,8 +36,9 @@ def meta_model(config: Any, dtype: torch.dtype, lora: int = 0, fused: bool = Fal
         fused: whether to compute the loss without materializing the full logits (`fuse_causal_loss`).
 
     Raises:
-        ValueError: this version of transformers lacks the class, PEFT is needed but not installed, or `fused` does not
-            work with the model.
+        ValueError: this version of transformers lacks the class.
+        ValueError: PEFT is needed, but not installed.
+        ValueError: `fused` does not work with the model.
     """
     assert isinstance(config, PreTrainedConfig)
     names = config.architectures or []
@@ -84,8 +85,8 @@ def text_batch(model: Any, config: Any, rows: int, length: int) -> dict[str, tor
         models with one label per sequence, the labels have shape (rows,).
 
     Raises:
-        ValueError: the model does not take tokens, or takes several sequences per row, or `length` exceeds its maximum
-            number of positions.
+        ValueError: the model does not take tokens, or takes several sequences per row.
+        ValueError: `length` exceeds the model's maximum number of positions.
     """
     text = config.get_text_config()
     most = getattr(text, "max_position_embeddings", None)

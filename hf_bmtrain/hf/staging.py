@@ -127,7 +127,7 @@ class StagedWeights:
         """
         current, copies = OrderedDict(state), {}
         for name, buffer in self.model.named_buffers(remove_duplicate=False):
-            if name in state:  # not if the buffer is not persistent, or if a hook has removed it
+            if name in state:  # `state` lacks buffers that are not persistent or that a hook has removed
                 if buffer not in copies:
                     copies[buffer] = buffer.detach().to("cpu", copy=True)
                 current[name] = copies[buffer]

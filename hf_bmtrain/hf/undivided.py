@@ -23,11 +23,11 @@ class UndividedBatches(Observer):
     A subclass of Trainer whose `get_train_dataloader` returns a plain DataLoader trains every rank on the same rows.
     Several ranks then compute the same as one, and no error shows it.
 
-    The batches are compared in the first training forward of the model, by a collective. They are not compared if
-    Accelerate has prepared the data loader (`accelerator.prepare`), because Accelerate then divides the rows over the
-    ranks, or if all ranks are meant to have the same rows, as with one rank. A data loader that Accelerate has not
-    prepared may also divide the rows, for example by a DistributedSampler. The batches then differ, and no warning is
-    logged.
+    The batches are compared in the first training forward of the model, by a collective. They are not compared if all
+    ranks are meant to have the same rows, as with one rank. Nor are they compared if Accelerate has prepared the data
+    loader (`accelerator.prepare`), because Accelerate then divides the rows over the ranks. A data loader that
+    Accelerate has not prepared may also divide the rows, for example by a DistributedSampler. The batches then differ,
+    and no warning is logged.
 
     Args:
         model: the sharded model that is trained. It is referenced weakly.

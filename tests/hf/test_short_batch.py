@@ -85,6 +85,7 @@ def test_batches_with_lists(world, tmp_path):
             assert ["has 2 rows for 2 ranks" in line for line in first] == [True] * (function in told) and not second
 
 
+@full
 def test_training_rows_without_a_number(world, tmp_path):
     first, second = world(2)(trained, str(tmp_path), 10, Unsized, 3)
     assert len(first) == 1 and "has perhaps too few rows for 2 ranks" in first[0] and not second

@@ -189,7 +189,7 @@ def test_a_loss_in_chunks_is_refused_where_it_would_be_another():
 def test_a_cell_that_fails_is_told_and_the_next_runs(several):
     done, folder = several
     assert done.returncode == 1
-    assert "/no/such/model 2x16 2 ranks: ours failed: OSError" in done.stdout
+    assert f"/no/such/model {ROWS}x{LENGTH} 2 ranks: ours failed: OSError" in done.stdout
     [line] = [line for line in done.stdout.splitlines() if line.startswith("bmtrain is left out")]
     assert "pip install bmtrain" in line
     assert len(list((folder / "out").glob("*.json"))) == len(ENGINES)

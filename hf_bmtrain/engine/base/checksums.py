@@ -61,7 +61,7 @@ def find_differences(saved: Any, state: Mapping[Any, Any]) -> str | None:
     if not names:
         return None
     more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
-    return f"{', '.join(names[:SHOWN])}{more} differ from the checksums that were saved with them"
+    return f"the values of {', '.join(names[:SHOWN])}{more} do not match the checksums that were saved with them"
 
 
 def _crc(value: Any) -> int:

@@ -166,7 +166,8 @@ def compile_cubin(variant: Variant, arch: int, options: Sequence[str] = ()) -> t
         The cubin, and the compiler's log as text.
 
     Raises:
-        RuntimeError: the source does not compile (the message contains the compiler's log), or CuPy cannot be imported.
+        RuntimeError: the source does not compile. The message contains the compiler's log.
+        RuntimeError: CuPy cannot be imported.
     """
     nvrtc = import_cupy().cuda.nvrtc
     program = nvrtc.createProgram(
@@ -240,7 +241,9 @@ def cached_cubin(variant: Variant, arch: int) -> Path:
         arch: the compute capability; 90 is 9.0.
 
     Raises:
-        RuntimeError: the source does not compile, the cache folder is not writable, or CuPy cannot be imported.
+        RuntimeError: the source does not compile.
+        RuntimeError: the cache folder is not writable.
+        RuntimeError: CuPy cannot be imported.
     """
     compiler = import_cupy().cuda.nvrtc.getVersion()
     folder = cache_folder()
@@ -323,7 +326,7 @@ def _wrong(name: str, argument: Argument, value: Any, device: torch.device) -> E
         return TypeError(f"{where} must be of type {argument.c_type}, got {type(value).__name__} {value!r}")
     if argument.c_type == "none":
         return TypeError(
-            f"{where} must be None, because the kernel was compiled without this argument, got {type(value).__name__}"
+            f"{where} must be None, got {type(value).__name__}: the kernel was compiled without this argument"
         )
     if not isinstance(value, torch.Tensor):
         return TypeError(f"{where} must be a tensor of {argument.c_type}, got {type(value).__name__}")

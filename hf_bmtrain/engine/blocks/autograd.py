@@ -69,12 +69,14 @@ class Containers:
 
     Before the forward, `leave_backward` replaces each tensor in the layer's arguments that requires a gradient by a new
     tensor, whose backward calls a function at the end of the layer's backward. In a mutable container, it has to do so
-    in place, although the container belongs to the layer's caller. Then it creates this object, with two methods that
-    are called after the forward:
+    in place, although the container belongs to the layer's caller. Then it creates this object, whose methods are
+    called after the forward, in this order:
 
     * `restore` puts the original tensors back into the containers.
     * `added` returns the tensors requiring a gradient that the layer itself has put into the containers, for example
       into a key-value cache. Code after the layer may use them, so `enter_backward` treats them like outputs.
+    * `exchange` replaces these tensors by new ones, whose backward calls a function at the beginning of the layer's
+      backward.
     """
 
     def __init__(self, values: Sequence[Any], inputs: Sequence[torch.Tensor], guarded: Sequence[torch.Tensor]) -> None:
@@ -255,9 +257,9 @@ def leave_backward(
 ) -> tuple[tuple, dict, Sequence[torch.Tensor], Containers | None]:
     """Make autograd call `after()` at the end of a layer's backward, when the gradients of all its inputs exist.
 
-    For this, the tensors in the arguments that require a gradient are passed through an identity function whose
-    backward makes the call. In lists, dicts and objects, they are replaced in place, until `Containers.restore` puts
-    the originals back.
+    A block uses this to reduce its gradients and to reshard its weights. The tensors in the arguments that require a
+    gradient are passed through an identity function whose backward makes the call. In lists, dicts and objects, they
+    are replaced in place, until `Containers.restore` puts the originals back.
 
     Args:
         after: the function to call. It is never called if no tensor in the arguments requires a gradient.

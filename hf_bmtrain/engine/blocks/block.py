@@ -252,7 +252,7 @@ class TransformerBlockList(torch.nn.ModuleList):
     num_hidden: int = 1  # for lists that `wrap` turns into this class without calling __init__
 
     def __init__(self, modules: Iterable[torch.nn.Module], num_hidden: int = 1) -> None:
-        wanted = "at least 1: it is the number of hidden states that are passed from block to block"
+        wanted = "at least 1 (the number of hidden states that are passed from block to block)"
         expect_number("num_hidden", num_hidden, wanted, lambda number: number >= 1, integer=True)
         expect_kind("modules", modules, Iterable, "a list of torch.nn.Modules")
         layers = list(modules)
@@ -286,7 +286,8 @@ class TransformerBlockList(torch.nn.ModuleList):
             set, a tuple: all hidden states after the last block, followed by the stacked inputs (if requested).
 
         Raises:
-            ValueError: `args` has fewer than `num_hidden` elements, or a block does not return `num_hidden` values.
+            ValueError: `args` has fewer than `num_hidden` elements.
+            ValueError: a block does not return `num_hidden` values.
         """
         if len(args) < self.num_hidden:
             raise ValueError(
@@ -325,8 +326,9 @@ class TransformerBlockList(torch.nn.ModuleList):
     def _unlink(self) -> None:
         """Clear the links between the blocks, before an item of the list is replaced or deleted.
 
-        The links are weak references. A removed block may be in a reference cycle, which is garbage-collected earlier
-        on some ranks than on others. With the links, only some ranks would then still prefetch the block.
+        The links are weak references, so a removed block would be prefetched until it is freed. If it is in a reference
+        cycle, it is freed by the garbage collector, earlier on some ranks than on others. Only some ranks would then
+        prefetch it.
         """
         blocks: list[Any] = [block for block in self if isinstance(block, CheckpointBlock)]
         for block in blocks:

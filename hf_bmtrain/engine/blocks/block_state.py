@@ -91,7 +91,8 @@ class BlockState:
     _open: bool = field(default=False, init=False)  # whether the slots are set to full parameters
     _entered: bool = field(default=False, init=False)  # backward reached the block, but has not reduced its gradients
     _recomputed: bool = field(default=True, init=False)  # whether backward recomputes the last training forward
-    _recomputed_in_hooks: bool = field(default=True, init=False)  # the same, for the last one inside saved-tensor hooks
+    # whether backward recomputes the last training forward that ran inside saved-tensor hooks
+    _recomputed_in_hooks: bool = field(default=True, init=False)
 
     @property
     def keeps_no_cache(self) -> bool:
@@ -439,9 +440,9 @@ class BlockState:
 
         token: (forward pass, versions, required). The forward pass is the forward of the model in which the block was
             called. It is None if there was none, for example if the block was called by itself, without a sharded model
-            around it. The versions are the numbers of the block's buffers, and the version counters of their shards, at
-            the end of the block's forward. The last item is, for each buffer, `requires_grad` of its full parameters in
-            the block's forward.
+            around it. `versions` has a pair (number of the buffer, version counter of its shard) for each buffer of the
+            block, as of the end of the block's forward. `required` has, for each buffer, `requires_grad` of its full
+            parameters in the block's forward.
         """
         forward_pass, versions, required = token
         self.schedule.join_backward(self, forward_pass)

@@ -246,7 +246,8 @@ class DistributedModule(ShardedModule):
 
         Many callers want only the first one, for example to read its dtype. For them, `Members` is not updated.
 
-        listed: torch's own iterator over the parameters. It is used for all of them if `Members` begins differently.
+        listed: torch's own iterator over the parameters. If the first parameter in `Members` is not the first of this
+            iterator, all parameters come from this iterator.
         """
         first = next(listed, None)
         if first is None:

@@ -82,9 +82,13 @@ class Members:
     def are_in(self, mode: bool) -> bool:
         """Return whether all modules inside the module are in training mode or, if `mode` is False, in evaluation mode.
 
-        The result is also False if the class of the module or of a submodule overrides `train`, or if `train` was set
-        on a submodule itself, because it may then do more than set the mode; and if a submodule is a TorchScript
-        module. Call `update` before.
+        The result is also False in these cases:
+
+        * The class of the module or of a submodule overrides `train`. The override may do more than set the mode.
+        * `train` was set on a submodule itself. It may do more, too.
+        * A submodule is a TorchScript module.
+
+        Call `update` before.
         """
         modes = map(_TRAINING, self._attributes)
         if not self._plain or not (all(modes) if mode else not any(modes)):
@@ -99,8 +103,8 @@ class Members:
 def overrides(cls: type[torch.nn.Module], *names: str) -> bool:
     """Return whether `cls`, or a class that it extends, overrides one of the methods `names` of torch.nn.Module.
 
-    Two overrides do not count: those of DistributedModule, in this package, and the `train` of transformers'
-    PreTrainedModel, which does nothing more if the mode stays the same.
+    The methods of this package's DistributedModule do not count as overrides. Nor does the `train` of transformers'
+    PreTrainedModel, which does nothing more than torch's if the mode stays the same.
     """
     known = torch.nn.Module.__module__, f"{__package__}.distributed_module"
     return any(

@@ -99,8 +99,9 @@ class ForwardPass:
             was none, if gradients are disabled, in a rehearsal, and if the ranks may enter different blocks.
         first: the block that this forward called first; None before this call.
         calls: the number of calls of blocks so far.
-        last: the block that was called last. None if none of its outputs requires a gradient, while a block is running,
-            before the first block is called, and after a backward has called `Schedule.send_tail`.
+        last: the block that was called last, if one of its outputs requires a gradient. Otherwise None. Also None
+            before the first block is called, while a block is running, and after a backward has called
+            `Schedule.send_tail`.
         tail: {OnDemandGather: None} of the flat buffers of root parameters that were first read after the last call of
             a block, such as those of the final norm and the head.
         prefetched: the OnDemandGathers whose flat buffers were prefetched because they are in the tail of `expected`.
@@ -761,8 +762,10 @@ class Schedule:
         Root parameters are those outside blocks, such as those of the head. Called in backward when the gradients of
         the last block's outputs exist. Autograd runs the operations of a forward in reverse order, so the gradients of
         these parameters are complete, and their reduction can overlap with the backward of the blocks. The full
-        gradients are then freed early. Gradients that may still change are reduced at the end of the backward instead.
-        Collective: every rank must call it.
+        gradients are then freed early. Collective: every rank must call it.
+
+        The reduction is left to the end of the backward for gradients that may still change, if a backward runs inside
+        another one, and if the ranks may enter different blocks.
         """
         forward_pass.last = None  # so that a second backward through the same forward does not call this method
         if len(self._members) > 1 or self.negotiated is not None:

@@ -104,8 +104,10 @@ class ShardedModule(torch.nn.Module):
             The named tuple (missing_keys, unexpected_keys) of torch.nn.Module.
 
         Raises:
-            RuntimeError: parameters in `state_dict` differ between the ranks (nothing is loaded then), keys are missing
-                or unexpected although `strict` is True, shapes do not fit, or `assign` is True.
+            RuntimeError: parameters in `state_dict` differ between the ranks. Nothing is loaded then.
+            RuntimeError: `assign` is True.
+            RuntimeError: keys are missing or unexpected, and `strict` is True.
+            RuntimeError: the shape of a tensor differs from that of its parameter or buffer.
         """
         check_full_tensors(self, state_dict)
         return super().load_state_dict(state_dict, *args, **kwargs)

@@ -47,7 +47,7 @@ def agree(
     names = [name for name in {**first, **mine} if first.get(name) != mine.get(name)]
     found = control.gather((len(names), names[:_SHOWN]))
     count = max(number for number, _ in found)
-    if not count:  # all values are equal, so only the order of the facts differs: compare the names at each position
+    if not count:  # no value differs, so only the order of the facts can differ: compare the names at each position
         agree(control, occasion, {f"position {number} (from 0)": name for number, name in enumerate(mine)}, may_differ)
     shown = list(dict.fromkeys(chain.from_iterable(names for _, names in found)))[:_SHOWN]
     values = control.gather([mine.get(name, "nothing") for name in shown])
@@ -102,13 +102,13 @@ def _digest(text: str) -> str:
 
 
 def fingerprint(tensor: torch.Tensor) -> str:
-    """Return a string with a hash of some of a tensor's elements, which `agree` can compare between ranks.
+    """Return a string with a hash of a tensor's elements, which `agree` can compare between ranks.
 
-    If the tensor has more than 192 elements, only 64 at the beginning, 64 in the middle and 64 at the end are read, in
-    order to load little of a memory-mapped file. Differences in other elements are missed, but weights and optimizer
+    If the tensor has more than 192 elements, only 64 at the beginning, 64 in the middle and 64 at the end are hashed,
+    in order to load little of a memory-mapped file. Differences in other elements are missed, but weights and optimizer
     states of different steps, seeds or runs differ nearly everywhere. The host waits for the tensor's device.
     """
-    flat = tensor.detach().resolve_conj().reshape(-1)
+    flat = tensor.detach().resolve_conj().resolve_neg().reshape(-1)
     if len(flat) > 3 * _SAMPLED:
         middle = (len(flat) - _SAMPLED) // 2
         flat = torch.cat([flat[:_SAMPLED], flat[middle : middle + _SAMPLED], flat[-_SAMPLED:]])

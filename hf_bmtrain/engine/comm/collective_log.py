@@ -78,8 +78,8 @@ def value_code(kind: str, value: float) -> int:
 
     Args:
         kind: the use of the value, one of `_OF_VALUES`, such as "step with learning rate".
-        value: any number. The entry contains this number rounded to float32, or inf if its magnitude is too large for
-            float32.
+        value: any number. The entry contains this number rounded to float32, or an infinity if its magnitude is too
+            large for float32.
     """
     try:
         (bits,) = _BITS(_FLOAT(value))
@@ -183,13 +183,14 @@ class CollectiveLog:
         ranks: the ranks whose logs must be equal. None means all ranks.
         count: the number of entries.
         digest: a hash of all entries, 48 bits.
-        problem: the reason why this rank must stop, such as a difference from another rank, or None. Operations then
-            raise RuntimeError with this message.
-        told: whether this error has been raised. If it is not raised in time, the monitor (the thread that watches the
-            other ranks) ends the process.
+        problem: None, or the reason why this rank must stop, such as a difference from another rank. Once it is set,
+            operations raise RuntimeError with this message.
+        told: whether the RuntimeError with the message `problem` has been raised. If it is not raised in time, the
+            monitor (the thread that watches the other ranks) ends the process.
         explain: a function that `note` calls if it finds that another rank's log differs. It takes this log, the other
-            rank, and the excerpt of that rank's log. It returns a message, which becomes `problem`, or None if the
-            excerpt shows no difference. The default always returns None; the monitor replaces it.
+            rank, and the excerpt of that rank's log. It returns a message, which becomes `problem`. It returns None if
+            the excerpt shows no difference, or if the other rank is not in `ranks`; no error is raised then. The
+            default always returns None; the monitor replaces it.
     """
 
     def __init__(self, name: str) -> None:
@@ -223,12 +224,14 @@ class CollectiveLog:
     def note(self, entry: int) -> None:
         """Add an entry for an operation to the log. Call this before issuing the operation.
 
+        If an error is raised, do not start the operation.
+
         Args:
             entry: the number that stands for the operation, from `code` or `value_code`.
 
         Raises:
-            RuntimeError: the log of a rank in the argument `others` of `publish` differs at this position or before it,
-                or `problem`, the reason why this rank must stop, was set before. The operation must then not be issued.
+            RuntimeError: `problem`, the reason why this rank must stop, was set before this call.
+            RuntimeError: the log of another rank (one of `others` in `publish`) differs at this position or before it.
         """
         if self.problem is not None:
             self.refuse()

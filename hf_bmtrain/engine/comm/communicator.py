@@ -188,8 +188,8 @@ class Gather(Protocol):
             shard: (n,), this rank's shard, from `allocate`.
             own: the (start, stop) ranges of `shard` that must be copied to this rank's own part of `full`. The rest of
                 this part may be left unwritten, but the parts of other ranks are always written completely. Pass
-                [(0, n)] if everything will be read in `full`. Pass `Layout.cut_ranges(rank)`, the ranges of tensors
-                that are split between ranks, if tensors that lie entirely in `shard` will be read there.
+                [(0, n)] if all tensors will be read in `full`. Pass `Layout.cut_ranges(rank)`, the ranges of tensors
+                that are split between ranks, if tensors that `shard` contains completely will be read in `shard`.
         """
         ...
 
@@ -459,7 +459,9 @@ def wait_for(work: Any, collective_log: CollectiveLog, seconds: float) -> None:
         seconds: the maximum time to wait.
 
     Raises:
-        RuntimeError: the operation failed or took too long, or the monitor recorded a problem in the log meanwhile.
+        RuntimeError: the operation failed.
+        RuntimeError: the operation was not complete after `seconds`.
+        RuntimeError: the monitor recorded a problem in the log meanwhile.
     """
     end = time.monotonic() + seconds
     while not work.is_completed():

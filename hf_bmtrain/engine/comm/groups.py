@@ -189,7 +189,7 @@ class HostGather(CollectiveGather):
     hosts, one rank on each host). Together, the ranks of a host thus keep all shards. Until the weights change again,
     all-gathers of the buffer stay inside the host.
 
-    Each rank detects a change by itself, by the version counter of its own shard, torch's count of in-place writes. So
+    To detect a change, each rank looks only at its own shard's version counter (torch's count of in-place writes). So
     if one rank changes its shard of a buffer, every rank must change its shard too, before the buffer is all-gathered
     again. Otherwise, only some ranks would call the all-gather across hosts, and would deadlock.
 
@@ -251,9 +251,9 @@ class _ReplicatedReducer:
     def send(
         self, gradients: Sequence[torch.Tensor | None], shard: torch.Tensor, total: torch.Tensor | None
     ) -> PendingReduce:
-        # The running sum `total` is not passed to the reduction inside the host, which would add the mean over this
-        # host to it, instead of the mean over all hosts. For the same reason, `pending.squares`, the sums of squares
-        # for gradient norms, are not passed on: they are those of the mean over this host.
+        # Do not pass the running sum `total` to the reduction inside the host, which would add the mean over this host
+        # to it. `PendingReduce.wait` adds the mean over all hosts instead. Do not pass on `pending.squares` (for
+        # gradient norms) either: they are the sums of squares of the mean over this host.
         mean = shard if total is None else torch.empty_like(shard)
         pending, owner = self._inside.send(gradients, mean, None), self._owner
         arrived = _then(owner.stream, pending.arrived, lambda: owner.rail.all_reduce_mean(mean))

@@ -5,8 +5,9 @@ Each communicator runs its operations on its own stream. With these rules, no ot
   stream, or with a stream that has waited for it (such as the stream that packs gradients; see reduce.py).
 * Before each operation, the communicator's stream waits for all work queued so far on the current stream. This includes
   the kernels that write the operands, and earlier kernels that used the same memory for other tensors.
-* `Ticket.wait` makes the current stream wait for this operation only. The caller frees operands after `wait`. The
-  allocator reuses memory in the order of the compute stream, so it never reuses memory of a pending operation.
+* `Ticket.wait` makes the current stream wait for this operation, but not for later ones. The caller frees operands
+  after `wait`. The allocator reuses memory in the order of the compute stream, so it never reuses memory of a pending
+  operation.
 """
 
 from __future__ import annotations
@@ -204,8 +205,9 @@ def abort_all(communicators: Sequence[Communicator], seconds: float = _ABORT_SEC
 def import_nccl() -> Any:
     """Import and return the module `cupy.cuda.nccl`, which uses the NCCL library that torch has loaded.
 
-    Raises RuntimeError if it cannot be imported (the message gives the pip command), or if several NCCL libraries are
-    loaded.
+    Raises:
+        RuntimeError: the module cannot be imported. The message gives the pip command.
+        RuntimeError: several NCCL libraries are loaded in this process.
     """
     major = (torch.version.cuda or "13").split(".")[0]
     try:

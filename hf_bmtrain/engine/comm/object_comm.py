@@ -58,8 +58,9 @@ class ObjectComm:
             occasion: the purpose of the exchange, for messages. It must be the same on every rank.
 
         Raises:
-            RuntimeError: a rank's value cannot be pickled (every rank then raises this error), not all ranks called
-                this method in time, or a problem was found meanwhile, such as an error on another rank.
+            RuntimeError: a rank's value cannot be pickled. Every rank then raises this error.
+            RuntimeError: not all ranks called this method in time.
+            RuntimeError: a problem was found meanwhile, such as an error on another rank.
         """
         if self._group is None:
             return [value]
@@ -73,9 +74,12 @@ class ObjectComm:
     def broadcast_object(self, value: Any) -> Any:
         """Return the value that rank 0 passes. The values of other ranks are ignored.
 
-        Collective: every rank must call it. Raises RuntimeError if the value cannot be pickled (every rank then raises
-        this error), if not all ranks call this method in time, or if a problem is found meanwhile, such as an error on
-        another rank.
+        Collective: every rank must call it.
+
+        Raises:
+            RuntimeError: rank 0's value cannot be pickled. Every rank then raises this error.
+            RuntimeError: not all ranks called this method in time.
+            RuntimeError: a problem was found meanwhile, such as an error on another rank.
         """
         if self._group is None:
             return value
@@ -88,13 +92,16 @@ class ObjectComm:
     def barrier(self, occasion: str, seconds: float | None = None) -> None:
         """Wait until every rank has called this with the same occasion. Collective: every rank must call it.
 
+        After an error, do not use this object for collectives, because the barrier is still pending.
+
         Args:
             occasion: the purpose of the barrier, for messages.
-            seconds: the maximum time to wait for the other ranks. None uses the attribute `timeout`.
+            seconds: the maximum time to wait for the other ranks. None: 5 s (PATIENCE) more than the attribute
+                `timeout`.
 
         Raises:
-            RuntimeError: not all ranks called it in time, or a problem was found meanwhile, such as an error on another
-                rank. Do not use this object for collectives afterwards, because the barrier is still pending.
+            RuntimeError: not all ranks called it in time.
+            RuntimeError: a problem was found meanwhile, such as an error on another rank.
         """
         self.any(False, occasion, seconds)
 
@@ -106,11 +113,12 @@ class ObjectComm:
         Args:
             flag: this rank's value.
             occasion: the purpose of the exchange, for messages. It must be the same on every rank.
-            seconds: the maximum time to wait for the other ranks. None uses the attribute `timeout`.
+            seconds: the maximum time to wait for the other ranks. None: 5 s (PATIENCE) more than the attribute
+                `timeout`.
 
         Raises:
-            RuntimeError: not all ranks called it in time, or a problem was found meanwhile, such as an error on another
-                rank.
+            RuntimeError: not all ranks called it in time.
+            RuntimeError: a problem was found meanwhile, such as an error on another rank.
         """
         if self._group is None:
             return flag
@@ -128,8 +136,8 @@ class ObjectComm:
                 ranks compare), from `collective_log.code`.
 
         Raises:
-            RuntimeError: not all ranks called it in time, or a problem was found meanwhile, such as an error on another
-                rank.
+            RuntimeError: not all ranks called it in time.
+            RuntimeError: a problem was found meanwhile, such as an error on another rank.
         """
         return number if self._group is None else self._smallest(number, entry, None)
 
@@ -152,9 +160,9 @@ class ObjectComm:
                 is kept in memory until the process ends.
 
         Raises:
-            RuntimeError: a problem was found before, or another rank, with whose log `CollectiveLog.note` compares this
-                rank's log, has already made a different decision. If a difference is found only after this call, a
-                later operation of this rank raises the error.
+            RuntimeError: a problem was found before this call, such as an error on another rank.
+            RuntimeError: another rank, whose log `CollectiveLog.note` reads, has already made a different decision. If
+                the difference is found only after this call, a later operation of this rank raises the error.
         """
         if self._group is not None:
             self.collective_log.note(code("decision for", self._number(text)))

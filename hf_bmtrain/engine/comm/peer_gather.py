@@ -63,7 +63,7 @@ class PeerGather(Gather):
       begins after the shard's gradient was averaged over the ranks. A rank takes part in the averaging only after its
       last copy of the shard in this backward, so no rank copies the shard while it is written.
     * If a shard was gathered and then changed, and `wait_for_readers` was not called since the gather, the next
-      `publish` raises RuntimeError, also inside a gather. So does `announce` of this shard.
+      `publish` raises RuntimeError, also if a gather calls it. So does `announce` of this shard.
 
     Args:
         communicator: the communicator whose all-reduces synchronize the copies with writes to the weights.

@@ -35,8 +35,8 @@ class PendingReduce:
     Attributes:
         arrived: a ticket (handle to wait for) that completes when the result has arrived.
         gradients: the gradients that are being reduced, referenced until `wait` so that they are not freed.
-        memory: the flat tensor into which the gradients are copied, whose memory `wait` frees. None if they are not
-            copied.
+        memory: the memory of the flat tensor into which the gradients are copied, freed by `wait`. None if there is no
+            memory to free.
         added: (mean, total, shard), three tensors (n,) for gradient accumulation. `mean` is this rank's part of the
             gradient of this backward, averaged over the ranks. `total` is the running sum over several backwards.
             `shard` is this rank's shard of the flat gradient, and may be the same tensor as `total`. `wait` adds `mean`
@@ -228,8 +228,8 @@ class CollectingReducer:
 
     A reducer is an object that averages the gradients of one flat buffer over the ranks. `collect`, called for a
     gradient that is ready early, keeps a reference to it. If there is a second gradient of the same tensor, their sum
-    is kept, in new memory. A subclass implements `send`, which calls `with_collected` to add the kept gradients to
-    those that it gets.
+    is kept, in new memory. A subclass implements `send`, which calls `with_collected` to add the kept gradients to its
+    argument `gradients`.
     """
 
     def __init__(self) -> None:
@@ -330,9 +330,9 @@ class _CollectiveReducer(CollectingReducer):
         stream = self._owner.stream
         stream.follow()
         stream.run(reduce)
-        # The communicator of a single rank (inside a host with one rank) returns the ticket DONE, whose `wait` does
-        # nothing, although the copy is only queued on `stream`. Replace this ticket, so that a later mean over hosts
-        # waits for the copy.
+        # If the ticket is DONE, replace it by an event on `stream`. DONE comes from the communicator of a single rank
+        # (on a host with one rank), which has only queued a copy on `stream`. The wait of DONE does nothing, but a
+        # later mean over hosts must wait for the copy.
         arrived = stream.record_event() if tickets[0] is DONE else tickets[0]
         factor = self._owner.summed
         if factor != 1:

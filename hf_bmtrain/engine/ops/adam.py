@@ -98,7 +98,8 @@ def adam_prepare(grad_scale: Tensor, found_inf: Tensor, hyper: Tensor, steps: Te
             beginning in which the learning rate is 0.
         steps: (runs,) float32, the number of steps that each run has taken. It is incremented in place unless the step
             is skipped.
-        records: (runs, 12) float32, written. RECORD names the columns. The column seed contains the bits of an int32.
+        records: (runs, 12) float32, written. RECORD names the columns. The column grad_scale contains 1 / `grad_scale`,
+            l2 contains l2 times `grad_scale`, and seed contains the bits of an int32, the number of the step.
 
     Raises:
         ValueError: a tensor does not have the shape, dtype or device described above, or is not contiguous.
@@ -159,8 +160,8 @@ def adam_update(
         index_base: the position of element 0 among all elements of the optimizer. An element's position and the number
             of the step determine the random bits of stochastic rounding. Neither depends on the number of ranks, so
             rounding does not change when training continues on a different number of ranks.
-        coupled: whether to use L2 regularization (Kingma and Ba 2015): l2 times the master is added to the gradient,
-            where l2 is the field "l2" of `record`. If False, this field must be 0.
+        coupled: whether to use L2 regularization (Kingma and Ba 2015): the field "l2" of `record` times the master is
+            added to the gradient. If False, this field must be 0.
 
     Raises:
         ValueError: a tensor does not have the shape, dtype or device described above, or is not contiguous, or the

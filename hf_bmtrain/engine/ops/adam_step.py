@@ -153,9 +153,9 @@ class TorchSteps:
     In all other cases, `adam_steps` chooses KernelSteps, which has the same methods. In each step, call `begin`, then
     `advance`, then `update` for each range of elements.
 
-    All optimizer state is float32. The results are identical to those of torch.optim.AdamW on the CPU, which calls the
-    same functions. If the hyper-parameter l2 is set instead of weight_decay, they are identical to those of
-    torch.optim.Adam.
+    All optimizer state is float32. For float32 weights, the results are identical to those of torch.optim.AdamW on the
+    CPU, which calls the same functions. If the hyper-parameter l2 is set instead of weight_decay, they are identical to
+    those of torch.optim.Adam.
 
     Args:
         groups: for each parameter group, its number of runs: ranges of elements that are updated together. Runs are

@@ -132,13 +132,12 @@ def encode(magnitudes: Tensor, fraction: int, random: Tensor | None) -> tuple[Te
     n = len(magnitudes)
     padded = torch.nn.functional.pad(magnitudes, (0, -n % BLOCK)).view(-1, BLOCK)
     dropped = 23 - fraction
-    # A code stands for a number below 2, which is multiplied by 2ᴱ. With f fraction bits, the two largest numbers are
-    # 2 - 2·2⁻ᶠ and 2 - 2⁻ᶠ. Let 2ᴷ be the largest power of two that does not exceed the block's largest magnitude.
-    # E = K is too small for a magnitude above (2 - 2⁻ᶠ)·2ᴷ, which would be clamped to this value in every step, so the
-    # moment could never grow to 2ᴷ⁺¹. Therefore E = K + 1 if the largest magnitude is above (2 - 2·2⁻ᶠ)·2ᴷ, and
-    # otherwise E = K. (A magnitude between these two values is rounded to one of them with either E.) The next line
-    # computes E + 127: its addition carries into the exponent bits if and only if the magnitude is above
-    # (2 - 2·2⁻ᶠ)·2ᴷ.
+    # Choose the exponent E of each block. A code stands for a number below 2, which is multiplied by 2ᴱ. With f
+    # fraction bits, the two largest numbers are a = 2 - 2·2⁻ᶠ and b = 2 - 2⁻ᶠ. Let 2ᴷ be the largest power of two that
+    # does not exceed the block's largest magnitude. E is K + 1 if this magnitude is above a·2ᴷ, and otherwise K. With
+    # E = K, a magnitude above b·2ᴷ would be clamped to b·2ᴷ in every step, so the moment could never grow to 2ᴷ⁺¹. (A
+    # magnitude from a·2ᴷ to b·2ᴷ is rounded to one of these two numbers with either E.) The next line computes E + 127:
+    # its addition carries into the exponent bits if and only if the magnitude is above a·2ᴷ.
     exponents = (padded.view(torch.int32).amax(1).long() + (2 << dropped) - 1 >> 23).clamp_(max=255).int()
     inverse = ((254 - exponents).clamp_(min=0) << 23).view(torch.float32)
     bits = (padded * inverse[:, None] / _SHIFT).view(torch.int32).view(-1)[:n]
@@ -205,8 +204,8 @@ def adam8_update(
         record: (12,) float32, the hyper-parameters and the skip flag, as computed by `adam_prepare` for these elements.
         index_base: the position of element 0 among all elements of the optimizer. An element's position and the number
             of the step determine its random bits for stochastic rounding.
-        coupled: whether to use L2 regularization: l2 times the master is added to the gradient, where l2 is the field
-            "l2" of `record`. If False, this field must be 0.
+        coupled: whether to use L2 regularization: the field "l2" of `record` times the master is added to the gradient.
+            If False, this field must be 0.
 
     Raises:
         ValueError: a tensor does not have the shape, dtype or device described above, or is not contiguous, or the

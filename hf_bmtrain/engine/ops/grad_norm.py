@@ -93,7 +93,7 @@ class Segments:
 
     def __init__(self, offsets: Sequence[int], device: torch.device | str):
         if len(offsets) == 0 or offsets[0] < 0 or any(a > b for a, b in itertools.pairwise(offsets)):
-            raise ValueError(f"offsets must be one or more integers >= 0 in ascending order, got {list(offsets)[:8]}")
+            raise ValueError(f"offsets must be one or more ascending integers >= 0, but begin with {list(offsets)[:8]}")
         self.offsets, self.device = tuple(offsets), torch.device(device)
         self.lengths = [stop - start for start, stop in itertools.pairwise(offsets)]
 

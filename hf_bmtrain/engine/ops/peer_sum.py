@@ -53,8 +53,8 @@ def peer_mean(rows: Tensor, mine: Tensor, own: int, out: Tensor, total: Tensor |
             `out` itself.
 
     Returns:
-        (k,) float64, partial sums of the squares of `out`, where k depends on n and the device. Their sum is the
-        squared norm of `out`, and is inf or NaN if an element of `out` is.
+        (k,) float64, partial sums of the squares of `out`, where k depends on n, the dtype, the device and the
+        alignment. Their sum is the squared norm of `out`, and is inf or NaN if an element of `out` is.
 
     Raises:
         ValueError: a tensor does not have the shape, dtype or device described above, `mine`, `out`, `total` or a row

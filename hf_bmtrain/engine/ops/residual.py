@@ -128,9 +128,9 @@ class Master:
         """
         if self.stored is None or self.is_residual:
             return
-        # A background save raises an error if the version counters of the tensors that it saves have changed. Write to
-        # `.data`, which has a version counter of its own, so that this write does not cause the error. The save still
-        # finds the change, because masters change here only after their weights, and it also checks the weights.
+        # Write to `.data`, which has a version counter of its own. A background save raises an error if the version of
+        # a tensor that it saves has changed, and this write must not cause the error. The save still notices a change:
+        # masters change here only after their weights, and it also checks the versions of the weights.
         for p, w in _in_chunks(self.stored.data, self.weight.to(self.stored.device)):
             if w.dtype == torch.bfloat16:
                 p.copy_(_at(w, _distance(p, p.bfloat16())))

@@ -50,10 +50,10 @@ class AdamOptimizer(torch.optim.Optimizer):
     Here w is a weight, g its gradient, and m and v its moments. t is the number of steps that its parameter has taken,
     including the present one.
 
-    All parameters must be on one device. Parameters of one parameter group that are adjacent in a flat buffer are
-    updated in one kernel launch. Parameters without a gradient (`.grad is None`) are not updated. Gradients are read,
-    never written. In `step`, the host does not wait for the device, except in the few steps that compare the ranks'
-    optimizers, or that update a different set of parameters than the step before.
+    All parameters must be on one device. Parameters of one parameter group that are adjacent in a flat buffer, and have
+    taken the same number of steps, are updated in one kernel launch. Parameters without a gradient (`.grad is None`)
+    are not updated. Gradients are read, never written. In `step`, the host does not wait for the device, except in the
+    few steps that compare the ranks' optimizers, or that update a different set of parameters than the step before.
 
     The state consists of m, v and, for half-precision weights, a master copy of w, all in float32 by default. A
     half-precision weight is its master, rounded to nearest even. The state takes 8 bytes per element of a float32
@@ -82,17 +82,19 @@ class AdamOptimizer(torch.optim.Optimizer):
             g instead, as torch.optim.Adam does, for weights of every dtype. (BMTrain does this only for float32
             weights.) Parameter groups may have different values.
         exp_avg_dtype: the dtype of m, torch.float32 or torch.bfloat16. bfloat16 values are rounded stochastically. The
-            random bits depend on the element and the step. They do not depend on the number of ranks, except with
-            options that divide the parameters into other flat buffers on several ranks than on one, such as
-            all-gathers in a dtype other than the parameters'.
+            random bits depend on the index of the element and on the step, not on the number of ranks. There is one
+            exception: some options, such as all-gathers in a dtype other than the parameters', divide the parameters
+            into other flat buffers on several ranks than on one. This changes the indices of the elements.
         state_bits: 32, or 8 to store m and v in 8 bits, rounded stochastically, with an exponent for every 32 elements.
             With 8, the masters of bfloat16 weights on CUDA may be off by their last bit, and the state takes 2.06 bytes
             per element of a float32 weight, 4.06 of a bfloat16 weight on CUDA, and 6.06 of other half-precision
             weights. Checkpoints have float32 moments, so `state_bits` may change between saving and loading.
 
     Raises:
-        TypeError: `params` is a single tensor or not iterable, or a setting has the wrong type.
-        ValueError: a setting is out of range, there are no parameters, or one has an unsupported dtype.
+        TypeError: `params` is a single tensor or not iterable.
+        TypeError: a setting has the wrong type.
+        ValueError: a setting is out of range, or `state_bits=8` is combined with a bfloat16 `exp_avg_dtype`.
+        ValueError: there are no parameters, or a parameter has an unsupported dtype.
     """
 
     adamw_state = True
@@ -201,10 +203,11 @@ class AdamOptimizer(torch.optim.Optimizer):
 
         Raises:
             TypeError: `closure` is not callable, or `scale` is neither a number nor a tensor of one element.
-            ValueError: `scale` is not finite or not above 0, the parameters are on several devices, or an unsharded
-                parameter is not contiguous.
-            RuntimeError: the optimizers or the loaded full states of the ranks differ, the optimizer was created before
-                the model was sharded, or the gradients of an unsharded parameter differ between the ranks.
+            ValueError: `scale` is not finite or not above 0.
+            ValueError: the parameters are on several devices, or an unsharded parameter is not contiguous.
+            RuntimeError: the ranks have different optimizers, or have loaded different full states.
+            RuntimeError: the optimizer was created before the model was sharded.
+            RuntimeError: the gradients of an unsharded parameter differ between the ranks.
         """
         loss = None
         if closure is not None:
@@ -278,7 +281,7 @@ class AdamOptimizer(torch.optim.Optimizer):
         """Return a tuple of settings for each parameter group, as the kernels expect them.
 
         The order is lr, β₁, β₂, eps, decoupled weight decay, hold_steps (the number of steps at the beginning that
-        update only the moments), weight decay that is added to the gradient.
+        update only the moments), weight decay that is added to the gradient. One of the two weight decays is always 0.
         """
         return [
             (g["lr"], *g["betas"], g["eps"], decay if g["decoupled"] else 0.0, g["hold_steps"],
@@ -529,6 +532,9 @@ class AdamOptimizer(torch.optim.Optimizer):
         Collective: every rank must call it. The ranks check that they load the same full state: in this call if it is
         the result of `state_dict(gather=True)`, otherwise in the next `step`.
 
+        If this call raises ValueError, this optimizer has not changed. Other ranks may have loaded their states, so
+        load a fitting state on every rank before the next `step`.
+
         Args:
             state_dict: this rank's state, from its own `state_dict()`; or, on every rank, the same full state, from
                 `state_dict(gather=True)` or from torch's AdamW. Each rank takes its elements of a full state. If the
@@ -537,11 +543,10 @@ class AdamOptimizer(torch.optim.Optimizer):
 
         Raises:
             TypeError: `state_dict` is not a dict.
-            ValueError: `state_dict` lacks "state" or "param_groups", or does not fit the parameters, or was saved with
-                `maximize` or `amsgrad`, or by an optimizer that is not AdamW. MuonOptimizer, a subclass, also raises
-                this if a group that Muon updates was saved as a group of AdamW, or the other way round. In all these
-                cases, this optimizer does not change. Other ranks may have loaded their states, so load a fitting state
-                on every rank before the next `step`.
+            ValueError: `state_dict` lacks "state" or "param_groups", or does not fit the parameters.
+            ValueError: the state was saved with `maximize` or `amsgrad`.
+            ValueError: the state was saved by an optimizer that is not AdamW. (MuonOptimizer, a subclass, raises this
+                if a group that Muon updates was saved as a group of AdamW, or the other way round.)
             RuntimeError: the ranks pass different results of `state_dict(gather=True)`.
         """
         check_state(state_dict)

@@ -42,8 +42,9 @@ def check(optimizer: torch.optim.Optimizer) -> FullState | None:
         The optimizer's FullState, which gathers and shards its state dicts; None if it has no sharded parameter.
 
     Raises:
-        RuntimeError: the optimizer has parameters from before the model was sharded, or unsharded parameters whose
-            gradients are not averaged; or the ranks' optimizers differ.
+        RuntimeError: the optimizer has parameters from before the model was sharded.
+        RuntimeError: the optimizer has unsharded parameters whose gradients differ between the ranks.
+        RuntimeError: the ranks' optimizers differ.
         TypeError: the optimizer updates sharded parameters differently from full ones, or does not support them.
     """
     parameters: list[Any] = [p for group in optimizer.param_groups for p in group["params"]]
@@ -116,7 +117,7 @@ def _finish_load(optimizer: Any, full_state: FullState) -> None:
     """
     facts = None
     if isinstance(optimizer, AdamOptimizer):
-        # Its load_state_dict has sharded the state, so the full values are gone. It has stored facts about them for
+        # Its `load_state_dict` has sharded the state, so the full values are gone. It has stored hashes of them for
         # this check, which is made once.
         facts, optimizer.loaded_facts = optimizer.loaded_facts, None
     elif full_state.is_loaded(optimizer) and optimizer.state:
@@ -186,7 +187,7 @@ def _facts(optimizer: Any, world: World) -> dict[str, Any]:
     for number, group in enumerate(groups):
         for position, parameter in enumerate(group["params"]):
             held = f"group {number}, shape {tuple(parameter.shape)}, requires_grad={parameter.requires_grad}"
-            facts[_name_of(parameter, position, world)] = held
+            facts[_name_of(parameter, f"{position} of group {number}", world)] = held
     return facts
 
 
@@ -194,7 +195,7 @@ def _is_plain(value: Any) -> bool:
     return isinstance(value, _PLAIN) or (isinstance(value, tuple) and all(isinstance(each, _PLAIN) for each in value))
 
 
-def _name_of(parameter: Any, position: int, world: World) -> str:
+def _name_of(parameter: Any, position: str, world: World) -> str:
     if not isinstance(parameter, DistributedParameter):
         return f"ordinary parameter {position}"
     buffer = parameter.buffer
@@ -244,8 +245,8 @@ def _check_element_wise(optimizer: torch.optim.Optimizer, device: torch.device) 
     Collective: every rank must call it. For each parameter group, there are two trials, in which new optimizers of the
     same class make a few steps on a small matrix. Their updates must equal those of one optimizer for the full matrix.
 
-    1. Two optimizers each update a 1-D part of the matrix. Element-wise optimizers pass this trial. Those of
-       torch.optim are then accepted without the second trial.
+    1. Two optimizers each update a 1-D part of the matrix. Element-wise optimizers pass this trial. An optimizer of
+       torch.optim that passes it is accepted without the second trial.
     2. One optimizer updates a sharded matrix. For all other optimizers, this trial decides. Optimizers that are not
        element-wise, such as Adafactor, pass it if they call only functions of torch that compute with the full matrix.
        With tensor parallelism, they are refused without this trial if a parameter of the group is split.
@@ -273,7 +274,7 @@ def _check_element_wise(optimizer: torch.optim.Optimizer, device: torch.device) 
                 "element's own gradient and state only."
             )
             _log.warning(message, type(optimizer).__name__, reason)
-            return
+            continue
         flat = functools.partial(_move_parts, optimizer, group, values.view(-1), [each.view(-1) for each in tries])
         parted = _difference(flat, moved)
         if parted is None and type(optimizer).__module__.startswith("torch.optim."):

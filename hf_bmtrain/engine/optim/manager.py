@@ -41,10 +41,11 @@ class OptimManager:
     nan. With a loss scale, skipped steps are normal. They are logged at INFO, and every eighth in a row as a warning.
     Without a loss scale, or at the minimum scale, all skipped steps are logged as warnings.
 
-    On a GPU, a step ends only in the next `backward`, `scale_loss` or `step`, or when a state is saved or loaded or
-    `loss_scale` is set. The host then reads whether the step was skipped, and either advances the schedulers or drops
-    the gradients. On the CPU, a step ends in `step` itself. With AdamOptimizer, the host does not wait for the device
-    in `step`. With other optimizers it waits, because it must know before the update whether to skip.
+    On a GPU, a step is completed only by a later call: the next `backward`, `scale_loss` or `step`, or the call that
+    saves or loads a state or sets `loss_scale`. In that call, the host reads whether the step was skipped, and either
+    advances the schedulers or drops the gradients. On the CPU, `step` itself completes the step. With AdamOptimizer,
+    the host does not wait for the device in `step`. With other optimizers it waits, because it must know before the
+    update whether to skip.
 
     Args:
         loss_scale: the initial loss scale, for float16. A power of two adds no rounding. None for no scaling.
@@ -56,10 +57,10 @@ class OptimManager:
         max_loss_scale: the maximum loss scale.
         grad_scale: the number by which the sum of the ranks' gradients is divided. None uses the number of ranks, which
             gives the mean.
-        max_skipped_steps: the number of skipped steps in a row after which `step` or, on a GPU, the call that ends the
-            step (usually the next `backward`) raises RuntimeError. With a loss scale, steps that are skipped while the
-            scale can still be lowered do not count: in each series of skipped steps, counting starts after the first
-            one that leaves the scale at its minimum. None for no limit.
+        max_skipped_steps: the number of skipped steps in a row after which the call that completes the step (on the
+            CPU, `step` itself; on a GPU, usually the next `backward`) raises RuntimeError. With a loss scale, steps
+            that are skipped while the scale can still be lowered do not count: in each series of skipped steps,
+            counting starts after the first one that leaves the scale at its minimum. None for no limit.
 
     Raises:
         TypeError, ValueError: an argument has the wrong type or is out of range.
@@ -115,8 +116,8 @@ class OptimManager:
         self._clips: dict[torch.optim.Optimizer, tuple[torch.Tensor, _Seen]] = {}
         self._checked: _Seen = {}  # gradients that were searched for inf and nan
         self._found_inf = torch.zeros(1, dtype=torch.float32, device=self._device)  # 1 if inf or nan was found
-        # The gradients that optimizers have used in a step that another optimizer has ended by an error. If that step
-        # is repeated, these optimizers must not use them a second time.
+        # The gradients that optimizers used in a step in which another optimizer then raised an error. If this step is
+        # repeated, the optimizers must not use them a second time.
         self._updated: dict[torch.optim.Optimizer, _Seen] = {}
         # From the last step:
         self._skipped: HostFlag | None = None  # the skip flag, until the host has read it
@@ -157,7 +158,10 @@ class OptimManager:
 
     @property
     def steps_since_last_scale(self) -> int:
-        """The number of steps without overflow since the loss scale last changed. Reading it waits for the device."""
+        """The number of consecutive steps without overflow since the loss scale last changed.
+
+        Reading it makes the host wait for the device.
+        """
         return int(self._clean_steps)
 
     @property
@@ -185,8 +189,8 @@ class OptimManager:
 
         Raises:
             TypeError: `optimizer` has no `step()` or no `param_groups`, or `lr_scheduler` has no `step()`.
-            ValueError: the optimizer was added before; or it was created before its model was sharded, so its steps
-                would have no effect.
+            ValueError: the optimizer was added before.
+            ValueError: the optimizer was created before its model was sharded, so its steps would have no effect.
         """
         if isinstance(optimizer, type) or not all(hasattr(optimizer, name) for name in ("param_groups", "step")):
             given = f"the class {optimizer.__name__}" if isinstance(optimizer, type) else type(optimizer).__name__
@@ -240,10 +244,11 @@ class OptimManager:
         Raises:
             TypeError: `loss` is not a tensor.
             ValueError: `loss` is None, does not have one element, or does not require a gradient.
-            RuntimeError: the previous step was skipped because a gradient was inf or nan, and training cannot go on:
-                either `max_skipped_steps` steps in a row have been skipped, or an AdamOffloadOptimizer had already
-                applied the inf or nan to the weights, because the backward ran in its `update_in_backward()`. (On a
-                GPU, this is found only now, because the host did not wait for the device in `step`.)
+            RuntimeError: with the previous step, `max_skipped_steps` steps in a row were skipped because a gradient was
+                inf or nan. (Only on a GPU. On the CPU, `step` itself raises this error.)
+            RuntimeError: a gradient of the previous step was inf or nan, and an AdamOffloadOptimizer had already
+                updated weights with it, because the backward ran in its `update_in_backward()`. (Only on a GPU. On the
+                CPU, `step` itself raises this error.)
         """
         if loss is None:
             raise ValueError("backward() needs the loss. Call manager.backward(loss).")
@@ -267,8 +272,8 @@ class OptimManager:
         """Return the loss times the loss scale, for code that calls `backward()` itself.
 
         `OptimManager.backward(loss)` first checks the loss, and then does the same as
-        `OptimManager.scale_loss(loss).backward()`. Collective: every rank must call it. On a GPU, this call ends the
-        previous step, and if that step was skipped, the ranks exchange messages to find which gradient was inf or nan.
+        `OptimManager.scale_loss(loss).backward()`. Collective: every rank must call it. On a GPU, this call completes
+        the previous step. If that step was skipped, the ranks exchange messages to find which gradient was inf or nan.
 
         If OptimManager was created with `grad_scale`, the loss is also multiplied by (number of ranks) / `grad_scale`.
         Backward averages the gradients over the ranks. With this factor, the mean equals the sum of the ranks'
@@ -283,10 +288,11 @@ class OptimManager:
 
         Raises:
             TypeError: `loss` is not a tensor.
-            RuntimeError: the previous step was skipped because a gradient was inf or nan, and training cannot go on:
-                either `max_skipped_steps` steps in a row have been skipped, or an AdamOffloadOptimizer had already
-                applied the inf or nan to the weights, because the backward ran in its `update_in_backward()`. (On a
-                GPU, this is found only now, because the host did not wait for the device in `step`.)
+            RuntimeError: with the previous step, `max_skipped_steps` steps in a row were skipped because a gradient was
+                inf or nan. (Only on a GPU. On the CPU, `step` itself raises this error.)
+            RuntimeError: a gradient of the previous step was inf or nan, and an AdamOffloadOptimizer had already
+                updated weights with it, because the backward ran in its `update_in_backward()`. (Only on a GPU. On the
+                CPU, `step` itself raises this error.)
         """
         if not isinstance(loss, torch.Tensor):
             expect_tensor("loss", loss)
@@ -313,11 +319,11 @@ class OptimManager:
         Usually `.grad` does not change in this call, because `step` applies the factor:
 
         * If `param_groups` contains all parameters of an added optimizer that have a gradient, `step` multiplies their
-          gradients by the factor. If `backward`, `scale_loss`, or `clip_grad_norm` for some of these parameters is
-          called before `step`, that call multiplies their `.grad` by the factor first. A `.grad` that is set or
-          replaced after this call is not multiplied. Values that are written or added to a `.grad` in place after this
-          call are multiplied too. Before the `loss.backward()` of another loss, therefore call `scale_loss`, which
-          applies the factor to the gradients so far.
+          gradients by the factor. A call of `backward` or `scale_loss` before `step`, or another `clip_grad_norm` for
+          some of these parameters, first multiplies their `.grad` by the factor. A `.grad` that is set or replaced
+          after this call is not multiplied. Values that are written or added to a `.grad` in place after this call are
+          multiplied too. Therefore, before the `loss.backward()` of another loss, call `scale_loss`, which applies the
+          factor to the gradients so far.
         * All other gradients in `param_groups`, or all of them if `max_norm` is 0 or a tensor, are multiplied in place
           here.
 
@@ -330,7 +336,8 @@ class OptimManager:
 
         Returns:
             The norm before clipping, a float32 scalar on the device. Reading its value waits for the device. If it is
-            inf or nan, `step` is skipped, unless the inf or nan is dropped, replaced or overwritten first.
+            inf or nan, `step` is skipped, unless the gradient that is inf or nan is first dropped, replaced or
+            overwritten.
 
         Raises:
             RuntimeError: the AdamOffloadOptimizer of some of these parameters has already used gradients for updates,
@@ -364,9 +371,8 @@ class OptimManager:
         # If the norm is inf or nan, the step is skipped. The factor is then 1, so that it spoils no other gradients.
         factor = torch.where(norm.isfinite(), (max_norm / (norm + eps)).clamp_(max=1.0), 1.0)
         in_updates: set[torch.nn.Parameter] = set()
-        # Usually, `step` applies the factor: it divides by the reciprocal, which is inf if `max_norm` is 0. So the
-        # gradients are multiplied here if `max_norm` is 0. They are also multiplied here if it is a tensor, because the
-        # host would have to wait for the device to find out whether it is 0.
+        # Leave the factor to `step` only if `max_norm` is a number above 0. `step` divides by the factor's reciprocal,
+        # which is inf if `max_norm` is 0. The host could not test a tensor for 0 without waiting for the device.
         deferred = not isinstance(max_norm, torch.Tensor) and max_norm > 0
         for optimizer, members in own.items():
             if deferred and members and chosen.issuperset(members):
@@ -391,17 +397,18 @@ class OptimManager:
         already made this step do not make it twice.
 
         Raises:
-            RuntimeError: there is no optimizer; or the ranks' managers differ in `grad_scale`, `max_skipped_steps`, the
-                settings of the loss scale, or the classes of optimizers and schedulers.
-            RuntimeError: a step was skipped because a gradient was inf or nan, and training cannot go on: either
-                `max_skipped_steps` steps in a row have been skipped, or an AdamOffloadOptimizer had already applied the
-                inf or nan to the weights, because the backward ran in its `update_in_backward()`. On the CPU, the
-                `step` that was skipped raises this error. On a GPU, the next call that reads whether it was skipped
-                raises the error: usually the next `backward`, at the latest the next `step`.
+            RuntimeError: there is no optimizer.
+            RuntimeError: the ranks' managers differ in `grad_scale`, `max_skipped_steps`, the settings of the loss
+                scale, or the classes of optimizers and schedulers.
+            RuntimeError: `max_skipped_steps` steps in a row were skipped because a gradient was inf or nan. On the CPU,
+                the last of these steps raises the error. On a GPU, the call that completes this step raises it: usually
+                the next `backward`, at the latest the next `step`.
+            RuntimeError: a gradient was inf or nan, and an AdamOffloadOptimizer had already updated weights with it,
+                because the backward ran in its `update_in_backward()`. Raised by the same calls as the error above.
         """
         if not self.optimizers:
             raise RuntimeError("OptimManager has no optimizer. Call add_optimizer first.")
-        # 1. End the last step: advance its schedulers or, if it was skipped, drop its gradients.
+        # 1. Complete the last step: advance its schedulers or, if it was skipped, drop its gradients.
         self._end_last_step()
         if self._compared != len(self.optimizers):
             self._compare()
@@ -423,9 +430,9 @@ class OptimManager:
                     self._update(optimizer)
                     self._updated[optimizer] = _see(_with_gradient(optimizer))
         except BaseException as error:
-            # `_update` has divided gradients in place. These are not changes by the user, so a repeated `step` need not
-            # search the gradients again. If it did, ranks on which different optimizers failed would issue different
-            # collectives.
+            # Record the present versions of the gradients, because `_update` may have divided them in place. Otherwise
+            # a repeated `step` would search them for inf and nan again, and ranks on which different optimizers failed
+            # would issue different collectives.
             self._checked = _see([p for p in self._checked if p.grad is not None])
             if isinstance(error, torch.OutOfMemoryError):
                 current_world().schedule.explain_shortage(error)
@@ -441,8 +448,8 @@ class OptimManager:
                 self.loss_scale_steps,
             )
             self._scale.clamp_(*self._bounds)
-        # 5. Start to copy the skip flag to the host, which reads it when the step ends: usually in the next `backward`
-        # or, on the CPU, below.
+        # 5. Start to copy the skip flag to the host, which reads it when it completes the step: usually in the next
+        # `backward` or, on the CPU, below.
         self._skipped = HostFlag(self._found_inf)
         self._parameters = [p for o in self.optimizers for group in o.param_groups for p in group["params"]]
         updated = list(self._updated.values())
@@ -491,7 +498,7 @@ class OptimManager:
             try:
                 optimizer.step()
             except BaseException:
-                foreach_mul_(gradients, number)  # a repeated step divides them again
+                foreach_mul_(gradients, number)  # undo the division, because a repeated step divides them again
                 raise
 
     def _check(self, parameters: list, order: float) -> torch.Tensor:
@@ -542,20 +549,19 @@ class OptimManager:
         Collective: every rank must call it.
 
         Args:
-            gather_opt: True returns the full state of the optimizers on rank 0, which any number of ranks can load, and
-                no tensors on other ranks, so save only rank 0's result. False returns each rank's own state, so save
-                each rank's result in its own file. Only the same rank can load it, in a job with the same number of
-                ranks on each host, and the same `gather`, `shard_over` and `tp_size` of `init_distributed`.
+            gather_opt: True returns the full state of the optimizers on rank 0, and no tensors on other ranks. Save
+                only rank 0's result; any number of ranks can load it. False returns each rank's own state. Save each
+                rank's result in its own file. Only the same rank can load it, in a job with the same number of ranks on
+                each host, and the same `gather`, `shard_over` and `tp_size` of `init_distributed`.
 
         Returns:
             A dict for `load_state_dict`: "optimizers", the list of the optimizers' states; "checksums", with which
             `load_state_dict` verifies the values; and the entries of `own_state`.
 
         Raises:
-            RuntimeError: an optimizer keeps its state under names instead of parameters; or, with gather_opt=True, the
-                ranks have state for different parameters.
-            RuntimeError: the previous step was skipped because a gradient was inf or nan, and training cannot go on
-                (the conditions are those of `step`).
+            RuntimeError: an optimizer keeps its state under names instead of parameters.
+            RuntimeError: `gather_opt` is True, and the ranks have state for different parameters.
+            RuntimeError: the previous step was skipped, in one of the two cases in which `own_state` raises an error.
         """
         world = current_world()
         expect_flag("gather_opt", gather_opt)
@@ -568,19 +574,20 @@ class OptimManager:
         """Return the state of the schedulers and the loss scale, without that of the optimizers.
 
         `bmt.save_state` and `state_dict` call it. Call it only in code that saves the optimizers' states itself, and
-        load the result with `load_own_state`. Collective: every rank must call it. On a GPU, this call ends the
-        previous step, and if that step was skipped, the ranks exchange messages to find which gradient was inf or nan.
+        load the result with `load_own_state`. Collective: every rank must call it. On a GPU, this call completes
+        the previous step. If that step was skipped, the ranks exchange messages to find which gradient was inf or nan.
 
         Returns:
             A dict, the same on every rank. "lr_schedulers": for each optimizer, the `state_dict()` of its scheduler, or
-            None. "loss_scale": the loss scale, or None. "clean_steps": the number of steps without overflow since the
-            loss scale last changed.
+            None. "loss_scale": the loss scale, or None. "clean_steps": the number of consecutive steps without overflow
+            since the loss scale last changed.
 
         Raises:
-            RuntimeError: the previous step was skipped because a gradient was inf or nan, and training cannot go on:
-                either `max_skipped_steps` steps in a row have been skipped, or an AdamOffloadOptimizer had already
-                applied the inf or nan to the weights, because the backward ran in its `update_in_backward()`. (On a
-                GPU, this is found only now, because the host did not wait for the device in `step`.)
+            RuntimeError: with the previous step, `max_skipped_steps` steps in a row were skipped because a gradient was
+                inf or nan. (Only on a GPU. On the CPU, `step` itself raises this error.)
+            RuntimeError: a gradient of the previous step was inf or nan, and an AdamOffloadOptimizer had already
+                updated weights with it, because the backward ran in its `update_in_backward()`. (Only on a GPU. On the
+                CPU, `step` itself raises this error.)
         """
         self._end_last_step()
         return {
@@ -605,10 +612,11 @@ class OptimManager:
         Raises:
             TypeError: `state_dict` is not a dict, or `gather_opt` is not a bool or None.
             ValueError: the state is incomplete, or does not fit this manager, an optimizer, a scheduler or this rank.
+            ValueError: the state was saved with the other value of `gather_opt`.
             RuntimeError: the ranks pass different schedulers' states, loss scales or settings of optimizers, or
-                different full states; or a value does not match its checksum, because the file is damaged. Or the
-                previous step was skipped because a gradient was inf or nan, and training cannot go on, as in
-                `own_state`.
+                different full states.
+            RuntimeError: a value does not match its checksum, because the file is damaged.
+            RuntimeError: the previous step was skipped, in one of the two cases in which `own_state` raises an error.
         """
         expect_kind("state_dict", state_dict, dict, "the result of OptimManager.state_dict()")
         lacking = [key for key in ("optimizers", "lr_schedulers", "loss_scale", "clean_steps") if key not in state_dict]
@@ -663,20 +671,21 @@ class OptimManager:
         """Load the state of the schedulers and the loss scale, but not that of the optimizers.
 
         `bmt.load_state` and `load_state_dict` call it. Call it only in code that loads the optimizers' states itself.
-        Collective: every rank must call it. On a GPU, this call ends the previous step, and if that step was skipped,
-        the ranks exchange messages to find which gradient was inf or nan.
+        Collective: every rank must call it. On a GPU, this call completes the previous step. If that step was
+        skipped, the ranks exchange messages to find which gradient was inf or nan.
 
         Args:
             state: the result of `own_state`.
 
         Raises:
             ValueError: this manager and the saved one differ in the number of optimizers, in which optimizers have a
-                scheduler, or in whether there is a loss scale. Nothing is loaded then. Or a scheduler rejects its
-                state; the schedulers before it have already been loaded.
-            RuntimeError: the previous step was skipped because a gradient was inf or nan, and training cannot go on:
-                either `max_skipped_steps` steps in a row have been skipped, or an AdamOffloadOptimizer had already
-                applied the inf or nan to the weights, because the backward ran in its `update_in_backward()`. (On a
-                GPU, this is found only now, because the host did not wait for the device in `step`.)
+                scheduler, or in whether there is a loss scale. Nothing is loaded then.
+            ValueError: a scheduler rejects its state. The schedulers before it have already been loaded.
+            RuntimeError: with the previous step, `max_skipped_steps` steps in a row were skipped because a gradient was
+                inf or nan. (Only on a GPU. On the CPU, `step` itself raises this error.)
+            RuntimeError: a gradient of the previous step was inf or nan, and an AdamOffloadOptimizer had already
+                updated weights with it, because the backward ran in its `update_in_backward()`. (Only on a GPU. On the
+                CPU, `step` itself raises this error.)
         """
         self.check_own_state(state)
         self._end_last_step()
@@ -827,7 +836,7 @@ class HostFlag:
     """A copy of the skip flag in host memory. The skip flag is a tensor (1,) that is not 0 if a step must be skipped.
 
     `OptimManager.step` creates this object. A flag on a GPU is copied asynchronously, on the current stream, so that
-    the host need not wait in `step`. The host reads the copy when the step ends, usually in the next `backward`.
+    the host need not wait in `step`. The host reads the copy later, usually in the next `backward`.
 
     Attributes:
         immediate: True if the flag itself was already in host memory, so that `read` never waits.

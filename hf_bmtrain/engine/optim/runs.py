@@ -106,13 +106,13 @@ class Run:
     def gradient(self) -> torch.Tensor:
         """Return the gradient of this run's parameters as one tensor (n,), from which an optimizer computes the update.
 
-        The caller must not write to the result. Usually, it is that of `flat_gradient`, a view of the `.grad`. In two
-        cases, it is another tensor:
+        The caller must not write to the result. Usually, this function returns the result of `flat_gradient`, a view of
+        the `.grad`. In two cases, it returns another tensor:
 
-        * If half-precision gradients of several backwards were accumulated in float32, and not written since, it is a
-          view of this more precise float32 sum.
-        * If the user has replaced a `.grad` in this run's flat buffer by another tensor, it is a new float32 tensor
-          with the values of each `.grad` of this run.
+        * If half-precision gradients of several backwards were accumulated in float32, and not written since: a view of
+          this more precise float32 sum.
+        * If the user has replaced a `.grad` in this run's flat buffer by another tensor: a new float32 tensor with the
+          values of each `.grad` of this run.
         """
         flat = self.flat_gradient()
         if flat is not None:
@@ -283,8 +283,8 @@ class RunState:
             Stochastic rounding derives its random bits from these indices. They are the same for every number of ranks,
             with one exception: some options, such as all-gathers in a dtype other than the parameters', divide the
             parameters into flat buffers differently with several ranks than with one.
-        version: torch's version counter of the weights when the masters last agreed with them; -1 if the masters may
-            have been loaded and have not been compared with the weights yet.
+        version: torch's version counter of the weights when it was last known that each master rounds to its weight;
+            -1 if the masters may have been loaded, and have not been compared with the weights yet.
         uncounted: True if the weights may be written without a change of their version, as by `.data.fill_()` of an
             unsharded parameter. (Such writes to a sharded parameter do change the version.) The masters are then
             compared with the weights in every step.
@@ -387,7 +387,8 @@ def shown(parameter: torch.Tensor, held: ParameterState, loaded: bool) -> Parame
     weights = _values(parameter)
     if "residual" in held:
         squares = None if has_codes(held) else held["exp_avg_sq"]
-        # Residuals are the differences from bfloat16 weights, even if the model has been loaded in another dtype.
+        # Convert the weights to bfloat16, because residuals are the differences from bfloat16 weights. The weights may
+        # have another dtype if the residuals were saved by another model.
         rounded = weights.to(held["residual"].device, torch.bfloat16)
         master, exp_avg_sq = join(rounded, held["residual"], squares, _HOST)
         rest = {name: value for name, value in without_codes(held).items() if name != "residual"}

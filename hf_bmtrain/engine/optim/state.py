@@ -44,8 +44,8 @@ def save_state(optimizer: torch.optim.Optimizer, world: World, gather: bool) -> 
             The result then has an entry "sliced": the names of the state tensors that are sharded like the parameters.
 
     Raises:
-        RuntimeError: the optimizer keeps its state under names instead of parameters, or, if `gather` is True, the
-            ranks have state for different parameters.
+        RuntimeError: the optimizer keeps its state under names instead of parameters.
+        RuntimeError: `gather` is True, and the ranks have state for different parameters.
     """
     full_state: FullState | None = getattr(optimizer, "full_state", None)
     with nullcontext() if full_state is None else full_state.local():
@@ -105,8 +105,9 @@ def load_state(optimizer: torch.optim.Optimizer, saved: dict[str, Any], world: W
         world: the ranks over which the parameters are sharded.
 
     Raises:
-        ValueError: the state was saved for different parameters; or `saved` is a rank's own state, but was saved by a
-            different rank, with a different number of ranks, or for a different shard.
+        ValueError: the state was saved for different parameters.
+        ValueError: `saved` is a rank's own state, and was saved by a different rank, with a different number of ranks,
+            or for a different shard.
         RuntimeError: the ranks pass different full states, or own states with different settings.
     """
     state: States = saved["state"]
@@ -154,7 +155,7 @@ def _misfit(saved: dict[str, Any], world: World) -> str | None:
     return (
         f"this optimizer state of rank {world.rank} was saved for {then}, but the rank now has {now}, because gather, "
         "shard_over or tp_size of init_distributed has changed, or the ranks are distributed differently over the "
-        "hosts. Save the state with OptimManager.state_dict(gather_opt=True) to load it in all of these cases."
+        "hosts. A state that is saved with OptimManager.state_dict(gather_opt=True) can be loaded in all these cases."
     )
 
 
@@ -363,7 +364,7 @@ def _gather(
     parameters, state = _by_key(optimizer, state_dict), state_dict["state"]
     sharded, full = divide_state(parameters, state, world)
     # Tensors with the same name, flat buffer and dtype are gathered together:
-    # {(name, buffer, dtype): {index of the parameter in the buffer: key of the parameter}}.
+    # {(name, buffer, dtype): {index of the parameter in the buffer: key of the parameter in `state`}}.
     places: dict[tuple[str, ShardedBuffer, torch.dtype], dict[int, Any]] = {}
     for name, key in sharded:
         place = name, parameters[key].buffer, state[key][name].dtype

@@ -162,7 +162,8 @@ def open_backend(
 ) -> Backend:
     """Initialize torch's default process group, if that was not done before, and open the communicators of all ranks.
 
-    Collective: every rank must call it. With one rank, no process group is needed, and none is initialized.
+    Collective: every rank must call it. With one rank, no process group is needed, and none is initialized. After an
+    error, `monitor` is stopped, and only the process group may still be open.
 
     Args:
         rank: this process's rank.
@@ -180,9 +181,11 @@ def open_backend(
         The communicators, and the objects built on them.
 
     Raises:
-        RuntimeError: a package is missing; not all ranks called this in time; arguments, package versions or `facts`
-            differ between ranks; or the value of `gather` or `shard_over` is not possible on these hosts. After an
-            error, `monitor` is stopped, and only the process group may still be open.
+        RuntimeError: a package is missing.
+        RuntimeError: `init_method` is "env://", and MASTER_ADDR or MASTER_PORT is not set.
+        RuntimeError: not all ranks called this in time.
+        RuntimeError: arguments, package versions or `facts` differ between ranks.
+        RuntimeError: the value of `gather` or `shard_over` is not possible on these hosts.
     """
     if size == 1:
         single, local = SingleProcess(), LocalReduction()

@@ -22,8 +22,9 @@ def find_place() -> tuple[int, int, int]:
 
     Raises:
         ValueError: a variable is not an integer.
-        RuntimeError: WORLD_SIZE differs from the size of the process group; or, without a process group, RANK is not
-            from 0 to WORLD_SIZE - 1, or is not set although WORLD_SIZE is above 1.
+        RuntimeError: a process group is initialized, and its size differs from WORLD_SIZE.
+        RuntimeError: no process group is initialized, and RANK is not from 0 to WORLD_SIZE - 1.
+        RuntimeError: no process group is initialized, and WORLD_SIZE is above 1, but RANK is not set.
     """
     launched = {name: os.environ.get(name) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
     try:
@@ -45,8 +46,9 @@ def find_place() -> tuple[int, int, int]:
     rank = numbers.get("RANK", 0 if size == 1 else -1)
     if not 0 <= rank < size:
         raise RuntimeError(
-            f"RANK={launched['RANK']} does not fit WORLD_SIZE={launched['WORLD_SIZE']}. Start the script with "
-            "torchrun, torch.distributed.launch or accelerate launch, or unset both variables for a single process."
+            f"RANK={launched['RANK']} does not fit WORLD_SIZE={launched['WORLD_SIZE']}: both must be set (None is not "
+            "set), and RANK must be from 0 to WORLD_SIZE - 1. Start the script with torchrun, torch.distributed.launch "
+            "or accelerate launch, or unset both variables for a single process."
         )
     return rank, size, numbers.get("LOCAL_RANK", 0 if size == 1 else rank)
 

@@ -180,8 +180,10 @@ class World:
             seconds: the maximum time to wait. None uses the timeout of `init_distributed`.
 
         Raises:
-            RuntimeError: a rank did not call this in time, called it with a different occasion, or has issued
-                operations that differ from this rank's (so results are wrong). The message names that rank.
+            RuntimeError: a rank did not call this in time. The message names it.
+            RuntimeError: a rank called this with a different occasion. The message names it.
+            RuntimeError: a rank has issued operations that differ from this rank's, so results are wrong. The message
+                names it.
         """
         try:
             self.control.barrier(occasion, seconds)
@@ -375,8 +377,8 @@ def synchronize() -> None:
     the memory of these shards.
 
     Raises:
-        RuntimeError: a rank did not call this in time, or has previously issued operations that differ from this
-            rank's. The message names that rank.
+        RuntimeError: a rank did not call this in time. The message names it.
+        RuntimeError: a rank has previously issued operations that differ from this rank's. The message names it.
     """
     world = current_world()
     world.schedule.wait_for_readers()

@@ -47,7 +47,8 @@ class ShardedBuffer:
     A local parameter contains this rank's elements of one parameter, as a view of `shard`. Local parameters keep this
     object alive. This object refers to local parameters only weakly, so that they are freed with their module.
 
-    The constructor shards `parameters`, with the values that they have on rank 0. Collective: every rank must call it.
+    The constructor shards `parameters`. All ranks get rank 0's values, except for a SourcedParameter, whose values come
+    from its own source, such as a file. Collective: every rank must call it.
 
     Args:
         world: the ranks over which the parameters are sharded.
@@ -124,9 +125,9 @@ class ShardedBuffer:
             target: the memory for the result: n elements from each rank, in rank order. None if nothing needs to be
                 gathered.
             cut: the (start, stop) ranges of `source` that an all-gather must also copy to this rank's own part of
-                `target`. The all-gather may leave the rest of this part unwritten. None, the default, selects the
-                ranges of parameters that are split between ranks. Use it if a parameter that this rank stores in full
-                is read from `source` itself. Pass [(0, n)] if everything is read from `target`.
+                `target`. The all-gather may leave the rest of this part unwritten. Pass [(0, n)] if all parameters are
+                read from `target`. Pass None, the default, if parameters that this rank stores in full are read from
+                `source` itself: it selects the ranges of parameters that are split between ranks.
         """
         self._source, self._target = source, target
         if target is not None and self.keeps_address:
@@ -173,6 +174,7 @@ class ShardedBuffer:
     def gather(self) -> None:
         """Start to all-gather the weights, unless the full buffer contains them already or is being filled with them.
 
+        First make the current stream wait for any update of the shard that an optimizer has started asynchronously.
         Collective if `needs_collective` is True.
         """
         if self.update.ticket is not None:
@@ -381,8 +383,9 @@ class ShardedBuffer:
             raise RuntimeError(
                 f"The forward modified sharded parameters in place (shapes {[tuple(full.shape) for full in written]}"
                 f"). They are sharded over {self.communicator.size} rank(s), so the change would be lost, or would "
-                "reach only one rank. The weights may be wrong now, so load them again. Keep values that a forward "
-                "changes in a buffer (register_buffer), or do not wrap the module that changes them."
+                "reach only one rank. The weights may be wrong now, so create the model again and load its weights. "
+                "Keep values that a forward changes in a buffer (register_buffer), or do not wrap the module that "
+                "changes them."
             )
 
     def _refuse_cast(self) -> NoReturn:

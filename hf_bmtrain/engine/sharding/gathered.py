@@ -39,11 +39,15 @@ def gathered(what: torch.nn.Module | Iterable[torch.Tensor] | torch.Tensor, modi
         A context manager. It yields the module or, for one or several parameters, a list of the full parameters.
 
     Raises:
-        TypeError: `what` is neither a module nor parameters.
+        TypeError: `what` is neither a module, a tensor nor an iterable, or `modify` is neither True nor False.
         ValueError: the tensor `what`, or an item of the iterable `what`, is not a sharded parameter.
-        RuntimeError: at the end of the block, before anything is written: values were changed without `modify`; values
-            of read-only (quantized) weights were changed; a shape or dtype was changed; or a parameter or module was
-            replaced, for example by resizing embeddings or tying weights, which must be done before `auto_wrap`.
+        RuntimeError: in these cases, at the end of the block and before anything is written:
+
+            * Values were changed without `modify`.
+            * Values of quantized weights, which are read-only, were changed.
+            * A shape or dtype was changed.
+            * A parameter or module was replaced, for example by resizing embeddings or tying weights, which must be
+              done before `auto_wrap`.
 
     Example::
 

@@ -133,8 +133,9 @@ class GradientBuffer:
     def require_grad(self, required: Sequence[bool]) -> None:
         """Set `requires_grad` of the full parameters.
 
-        Called before the backward of a block, with the values that its forward used. If the user has frozen parameters
-        since, a later forward has set other values, and autograd would drop gradients of the earlier forward.
+        Called before the backward of a block, with the values that its forward used. A later forward may have set other
+        values, because the user has frozen parameters in between. With those values, autograd would drop gradients of
+        the earlier forward.
 
         required: for each full parameter, whether it requires a gradient.
         """
@@ -353,7 +354,7 @@ class GradientBuffer:
         self._absent = []
         if self._pending is not None:
             self._pending.cancel()
-            self._pending = self._squares = None  # the reduction may have changed the shard since these were computed
+            self._pending = self._squares = None  # the reduction may have changed the shard, but not the squares
         self._begun = False
         # The contents of the shard, including its padding, are undefined now. If it were kept, and the user then set a
         # `.grad`, the next backward would add its gradients to these contents.
@@ -420,9 +421,10 @@ class GradientBuffer:
         """Return elements start:stop of this rank's running sum of gradients, before it is rounded into `shard`.
 
         Optimizers use this sum instead of a half-precision `.grad`, because it is more precise. The result is a view in
-        float32 or wider. Returns None if there is no sum yet, because only one backward has contributed to the
-        gradients since they were all None; or if `shard`, or a `.grad` that is a view of it, was written to after the
-        last reduction.
+        float32 or wider. Returns None in two cases:
+
+        * There is no sum yet, because only one backward has contributed to the gradients since they were all None.
+        * `shard`, or a `.grad` that is a view of it, was written to after the last reduction.
 
         start, stop: indices into `shard`.
         """
@@ -437,9 +439,9 @@ class GradientBuffer:
         there is none, or if the user has written to a `.grad` in place, a new sum begins with the values of `shard`: a
         float32 copy of a half-precision `shard`, or `shard` itself if it is float32 or wider.
 
-        Then the parts of parameters whose `.grad` is no longer the view of `shard` that this object has set are
-        overwritten: with the present `.grad`, or with zeros if it is None. A former `.grad`, which the user may still
-        have, keeps its values in other memory.
+        The user may also have replaced the `.grad` of a parameter, or set it to None. The parameter's part of the sum
+        is then overwritten with the present `.grad`, or with zeros if it is None. The former `.grad`, which the user
+        may still have, keeps its values in other memory.
         """
         if self.shard is None:
             self.shard = torch.zeros_like(self._like)

@@ -56,7 +56,7 @@ class DistributedParameter(ShardBase, torch.nn.Parameter):
     plain torch. With tensor parallelism (`tp_size` of `init_distributed`), `tp_mode` decides how a gradient is reduced.
 
     Args:
-        data: the full values, of any shape; all ranks get those of rank 0. If the tensor is split (`tp_split_dim`),
+        data: the full values, of any shape; all ranks get rank 0's values. If the tensor is split (`tp_split_dim`),
             pass this rank's part instead; all ranks with the same part get the values of the first tensor-parallel
             group.
         requires_grad: whether the parameter requires a gradient.
@@ -77,8 +77,12 @@ class DistributedParameter(ShardBase, torch.nn.Parameter):
         origin: where `auto_wrap` found the parameter; None if it was created in another way.
 
     Raises:
-        ValueError: `data` is on the meta device; `requires_grad` is True although the dtype is neither floating-point
-            nor complex; or `data` has no dimension `tp_split_dim`.
+        TypeError: an argument has the wrong type.
+        ValueError: in these cases:
+
+            * `data` is on the meta device.
+            * `requires_grad` is True, but the dtype of `data` is neither floating-point nor complex.
+            * `data` has no dimension `tp_split_dim`.
     """
 
     is_parameter = True

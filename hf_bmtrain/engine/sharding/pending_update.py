@@ -31,7 +31,7 @@ class PendingUpdate:
         ticket: a handle whose `wait` makes the current stream wait until the update has written the shard; None if no
             update is pending.
         ever_asynchronous: whether `begin` has ever been called. All ranks must call `begin` for the same flat buffers,
-            so the value is the same on every rank. Code may therefore call a collective depending on it.
+            so the value is the same on every rank. Code may test it to decide whether to call a collective.
     """
 
     def __init__(self, gather: Gather) -> None:

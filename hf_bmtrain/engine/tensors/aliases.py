@@ -95,7 +95,8 @@ class Aliases:
     def move(self, old: torch.Tensor, new: torch.Tensor) -> None:
         """Let the aliases, which share the memory `old` (n,), share `new` (n,) instead, at the same positions."""
         for alias in self._tensors.values():
-            # `alias` may be the real or imaginary part of complex numbers, or be conjugated lazily.
+            # Use the alias's dtype, which differs from the owner's if the alias is the real or imaginary part of a
+            # complex owner. Below, repeat the alias's lazy conjugation or negation.
             memory = new.view(alias.dtype)
             start = alias.storage_offset() - old.storage_offset() * old.itemsize // alias.itemsize
             view = memory.as_strided(alias.size(), alias.stride(), memory.storage_offset() + start)

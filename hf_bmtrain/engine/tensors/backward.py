@@ -21,7 +21,8 @@ def backward_to(tensors: Any, inputs: tuple | None, **options: Any) -> None:
 
     Args:
         tensors: the tensor or tensors to differentiate, such as the loss.
-        inputs: the tensors whose `.grad` receives gradients. None if `tensors` contains a sharded parameter.
+        inputs: the tensors whose `.grad` receives gradients. None if the call has no `inputs`. A sharded parameter is
+            then among `tensors`, which is refused.
         **options: other arguments of `torch.autograd.backward`.
 
     Raises:

@@ -151,8 +151,10 @@ class ShardBase:
             This tensor.
 
         Raises:
-            RuntimeError: `source` is not a tensor, there are other arguments, or this tensor requires a gradient while
-                gradients are enabled. Or, as for `.data`, the shape, dtype or device does not match.
+            RuntimeError: `source` is not a tensor.
+            RuntimeError: there are other arguments.
+            RuntimeError: this tensor requires a gradient, and gradients are enabled.
+            RuntimeError: the shape, dtype or device of `source` does not match, as for `.data`.
         """
         if not isinstance(source, torch.Tensor) or args or kwargs:
             raise RuntimeError(
@@ -673,8 +675,8 @@ class _Call:
     def _write(self, written: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
         """Apply an in-place function to this rank's elements, without recording it for autograd, and return `written`.
 
-        If autograd records and `written` is a leaf that requires a gradient, gradients stay enabled, so that torch
-        raises its usual error.
+        An exception is a call while gradients are enabled, if `written` is a leaf that requires a gradient. Gradients
+        then stay enabled, so that torch raises its usual error.
 
         written: the argument that the function writes to.
         args, kwargs: the arguments of the function, in which full tensors are replaced by this rank's elements.
@@ -755,8 +757,9 @@ class _Call:
         """Return the tensors to pass instead of `members` to a function such as `_foreach_add_(plain, sharded)`.
 
         `_aligned` calls this if the function writes to plain tensors. With the returned tensors, the function acts on
-        this rank's elements. Returns None if it must act on full tensors instead. Raises RuntimeError if the shape
-        of the plain tensor does not match. Collective if the sharded tensors have fewer than two dimensions.
+        this rank's elements. Returns None if it must act on full tensors instead. Raises RuntimeError if the plain
+        tensor has neither the shape (n,) of this rank's elements nor the full shape. Collective if the sharded tensors
+        have fewer than two dimensions.
 
         members: the arguments at the same position of each list, for example (plain[i], sharded[i]). The function
             writes to the first, which is a plain tensor.
@@ -929,7 +932,7 @@ def _hosts_store_copies() -> bool:
 
 
 def _broadcast(full: torch.Tensor, sharded: Any) -> None:
-    """Overwrite `full`, a full copy of `sharded`, with that of the first rank. Collective: every rank must call it."""
+    """Overwrite `full`, a full copy of `sharded`, with the first rank's copy. Collective: every rank must call it."""
     with torch.no_grad():
         sent = full.to(sharded.device).contiguous()
         sharded.placement.communicator.broadcast(sent, 0).wait()
@@ -1166,8 +1169,9 @@ def _refuse_plain_target(name: str, target: torch.Tensor, like: Any) -> None:
     """
     raise RuntimeError(
         f"{name} would write this rank's {like.numel()} elements of a sharded tensor of shape "
-        f"{tuple(like.full_shape)} to a plain tensor of shape {tuple(target.shape)}. Use parameter.gather() to get the "
-        "full values, or create the target as a sharded tensor with parameter.detach().clone()."
+        f"{tuple(like.full_shape)} to a plain tensor of shape {tuple(target.shape)}, where they do not fit. Use "
+        "parameter.gather() to get the full values, or create the target as a sharded tensor with "
+        "parameter.detach().clone()."
     )
 
 

@@ -103,7 +103,7 @@ def in_mixed_precision(state: Any, forward: Callable[[], Any], device: torch.dev
 
     Called instead of the model's forward if the program has an Accelerator. Accelerate itself changes only the forwards
     of models that it prepares, and it does not prepare sharded models. As in Accelerate, half-precision outputs are
-    converted to float32. On the CPU, where Accelerate has no loss scale, fp16 is replaced by float32, with a warning.
+    converted to float32. On the CPU, where Accelerate has no loss scale, 'fp16' is treated as 'no', with a warning.
 
     Args:
         state: the AcceleratorState.
@@ -119,8 +119,8 @@ def in_mixed_precision(state: Any, forward: Callable[[], Any], device: torch.dev
     if precision == "fp16" and device.type == "cpu":
         _log_once(
             logging.WARNING,
-            "mixed_precision='fp16' is ignored on the CPU, as in Accelerate, so the model computes in float32. "
-            "Use 'bf16' for mixed precision.",
+            "mixed_precision='fp16' is ignored on the CPU, as in Accelerate, so the model computes in the dtype of its "
+            "weights. Use 'bf16' for mixed precision.",
         )
         precision = "no"
     if precision == "no":

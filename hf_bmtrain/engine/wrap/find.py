@@ -50,8 +50,11 @@ def choose_chains(
         The chains, and the ModuleLists that were found or passed.
 
     Raises:
-        ValueError: `blocks` is a single layer instead of a list, or contains an object that is not a submodule of the
-            model, or contains a module and also a module inside it.
+        ValueError: in these cases:
+
+            * `blocks` is a single layer instead of a list.
+            * `blocks` contains an object that is not a submodule of the model.
+            * `blocks` contains a module and also a module inside it.
     """
     if blocks is None:
         lists = find_block_lists(model)

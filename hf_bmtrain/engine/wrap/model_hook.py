@@ -75,14 +75,17 @@ class ModelHook:
     change the arguments.
 
     The hook raises RuntimeError if the model is traced or exported. In a training forward (with gradients enabled), it
-    also raises RuntimeError if the model is called inside a torch.func transform or DistributedDataParallel, if
-    Accelerate shards models itself or has a different number of ranks, if a Trainer on several ranks lacks
-    BMTrainCallback, if a parameter is not sharded, or if a block's parameter was renamed.
+    also raises RuntimeError in these cases:
 
-    Parameters that were deleted from a block are forgotten: the block does not all-gather them any more.
+    * The model is called inside a torch.func transform or DistributedDataParallel.
+    * Accelerate shards models itself, or has a different number of ranks.
+    * A Trainer on several ranks lacks BMTrainCallback.
+    * A parameter is not sharded, or a block's parameter was renamed.
 
-    Parameters and modules can be replaced at any time, so every training forward compares the modules, and the
-    names and classes of the parameters, with those that were checked last, and checks everything again if any differs.
+    If parameters were deleted from a block, the block no longer all-gathers flat buffers of which no parameter is left.
+
+    Parameters and modules can be replaced at any time. So every training forward compares the modules, and the names
+    and classes of the parameters, with those of the last check of all parameters. If any differs, it checks all again.
     """
 
     def __init__(self) -> None:
@@ -92,7 +95,7 @@ class ModelHook:
         self._modules: list[dict[str, Any]] = []  # the dict `_modules` of every module
         self._tree: list[torch.nn.Module | None] | None = None  # the children of all modules
         self._names: list[str] = []  # the names of all parameters
-        self._kinds: set[type] = set()  # the classes of all values in `_parameters` (parameters or None)
+        self._kinds: set[type] = set()  # the classes of all sharded parameters, and NoneType if an entry is None
 
     def __call__(self, model: torch.nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
         world = current_world()
@@ -171,7 +174,8 @@ def _check_places(block: CheckpointBlock) -> None:
     """Raise RuntimeError if a parameter of `block` was registered under another name after `block` was sharded.
 
     Under the new name, the block's forward would read only this rank's elements, because the full parameter is set
-    under the old name. A parameter that was deleted, forgotten, and put back is attached to the block again.
+    under the old name. A parameter that an earlier check found deleted, and that is registered again, becomes a
+    parameter of the block again.
     """
     slots, state = block._slots(), block._bmt
     known = {(id(slot.parameters), slot.name) for slot in slots}

@@ -94,8 +94,8 @@ def keep_ranks_together(model: torch.nn.Module, blocks: Sequence[torch.nn.Module
     transformers synchronizes the ranks in this way if a module has the attribute `_is_fsdp_managed_module`, or if
     `generate` is called with synced_gpus=True. This function sets the attribute on modules outside blocks, and makes
     `generate` pass synced_gpus=True by default. Modules that drop layers at random do not get the attribute, because it
-    makes transformers call all of their layers. Continuous batching cannot keep the ranks together, so it raises an
-    error if there are several ranks.
+    makes transformers call all of their layers. Continuous batching cannot keep the ranks together, so this function
+    makes it raise an error if there are several ranks.
 
     Args:
         model: the model, whose modules are patched.

@@ -51,9 +51,12 @@ def wrap(
         extensions: objects that add features by changing how the model is wrapped, see `Extension`.
 
     Raises:
-        ValueError: the model cannot be sharded, and all ranks found the same reason. Every rank raises the error.
-        RuntimeError: the ranks have different models. Or only some ranks found a reason why the model cannot be
-            sharded, or the ranks found different reasons. Every rank raises the error.
+        ValueError: on every rank, if the model cannot be sharded, and all ranks found the same reason.
+        RuntimeError: on every rank, in these cases:
+
+            * The ranks have different models.
+            * Only some ranks found a reason why the model cannot be sharded.
+            * The ranks found different reasons why the model cannot be sharded.
     """
     # If the last backward has failed, its model may be deleted by now. Drop the gradients and pending reductions of
     # that backward, which the schedule still holds.

@@ -14,8 +14,8 @@ pool, at the same addresses in each step, so each step overwrites the results of
   step before is still in use.
 * The outputs of the last block are copied out of the pool, because the model returns them to the user.
 * Forwards without gradients run compiled code, but no graphs: in evaluation and generation the lengths of inputs vary,
-  and a graph would be recorded for each length. Forwards under saved-tensor hooks, such as those of a checkpoint, run
-  no graphs either, because the hooks decide how long results stay in use.
+  and a graph would be recorded for each length. Forwards under saved-tensor hooks, such as those of torch's
+  checkpoint, run no graphs either, because the hooks decide how long results stay in use.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ class RecordedBlocks(Observer):
             gc.collect()  # perhaps only unreachable reference cycles still refer to the results
             if count := self._in_use():
                 raise RuntimeError(
-                    f"{count} tensors that blocks have computed in earlier forwards are still in use, and CUDA graphs "
+                    f"{count} tensors that blocks have computed in earlier steps are still in use, and CUDA graphs "
                     "would overwrite them in this forward. They may be hidden states or router logits that the model "
                     "has returned, tensors that a hook has stored, gradients of inputs, a loss whose backward has not "
                     "run or has failed, or a backward graph that is retained. Delete them before the next forward, for "

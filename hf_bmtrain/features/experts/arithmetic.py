@@ -196,8 +196,8 @@ def _launch(chosen: Variant, name: str, grid: int, row: int, *values: Any, threa
 
     chosen: the variant of the CUDA source, as `variant` returns it.
     grid: the number of thread blocks.
-    row: the bytes of a row or, for the gate, of half a row of its input. The kernel's first argument is the number of
-        16-byte vectors in `row`.
+    row: the size in bytes of a row or, for the gate kernels, of half a row of their input. The kernel gets this size
+        as a number of 16-byte vectors, in its first argument.
     values: the kernel's other arguments. The last one is a tensor that the kernel writes.
     threads: the number of threads of a block; 0 for one per vector of a row, up to 256.
     """

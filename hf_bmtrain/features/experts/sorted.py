@@ -174,7 +174,7 @@ def _combined(factors: Factors, matrices: Tensor) -> tuple[Tensor, Tensor]:
     """Combine the LoRA adapters of one weight into a single adapter. Return its Aᵀ (E, K, r) and (s B)ᵀ (E, r, N).
 
     The rank r of the combined adapter is the sum of the adapters' ranks, increased to a multiple of the alignment that
-    torch's grouped_mm kernel requires. The additional rows are zeros.
+    torch's grouped_mm kernel requires. The additional rows of A and columns of B are zeros.
 
     factors: (A, B, s) of each adapter; s is its scaling.
     matrices: (E, K, N), the adapted weight: one matrix for each of E experts.

@@ -101,7 +101,7 @@ class Calibration(Observer):
         Read only while the ranks have not decided which layers keep float8. If it is True on all ranks when a
         checkpoint is saved, they first call `decide`, so that the checkpoint contains the decision.
 
-        A subclass that calls `decide` right after measuring always returns False. If the ranks could not decide then,
+        Always False in a subclass that calls `decide` right after measuring. If the ranks cannot decide at that moment,
         the subclass does not use these measurements later, but measures again.
         """
         raise NotImplementedError
@@ -301,7 +301,7 @@ def restore_decision(world: World, model: torch.nn.Module, decision: Decision) -
         elif known and world.rank == 0:
             _log.warning(
                 "float8: this model has %d layers that can use float8, but the checkpoint says for only %d of them "
-                "whether they use it. So the next training step measures all of them again, and results may differ "
+                "whether they use it. So training measures the rounding noise of all of them, and results may differ "
                 "slightly from those of the run that saved the checkpoint. To avoid this, pass the same float8= and "
                 "keep= to auto_wrap as in that run.", len(found), len(known),
             )  # fmt: skip

@@ -120,8 +120,8 @@ def gather_float8(world: World, states: Mapping[str, Float8State]) -> None:
         states: {path of a layer in the model: its Float8State} for all float8 layers, in the same order on every rank.
 
     Raises:
-        RuntimeError: after an all-gather in float8, a weight is not the full weight rounded to float8, or a norm or
-            bias in the same flat buffer is wrong.
+        RuntimeError: after an all-gather in float8, a weight is not the full weight rounded to float8.
+        RuntimeError: after an all-gather in float8, a norm or bias in the same flat buffer as a weight is wrong.
     """
     layers: dict[Float8Storage, list[str]] = {}
     for path, state in states.items():

@@ -91,8 +91,8 @@ class Float8State:
         transposed: whether its weight is (inputs, outputs), as in transformers' Conv1D, instead of (outputs, inputs).
         inputs: the cache of quantized inputs, shared with the model's other float8 layers.
         active: whether the layer computes in float8.
-        guard: a weak reference to the Calibration, the observer that measures the noise and makes this decision; None
-            after the decision.
+        guard: a weak reference to the Calibration, the observer that measures the noise and decides about the layer;
+            None after the decision.
         reason: why the flat buffer that contains the layer's weight cannot be all-gathered in float8, if this layer is
             the cause; None otherwise, and before the decision.
         measures: whether the next forward measures rounding noise and sets `powers`.

@@ -211,8 +211,8 @@ class Float8Storage(Storage):
                 `requantizer` skips this storage.
 
         Raises:
-            RuntimeError: the gathered weights are not the full weights rounded to float8, or the gathered norms or
-                biases are wrong.
+            RuntimeError: the gathered weights are not the full weights rounded to float8.
+            RuntimeError: the gathered norms or biases are wrong.
         """
         buffer, layout = self.buffer, self.buffer.layout
         device, was_resident = buffer.shard.device, buffer.is_unsharded and buffer.is_resident
@@ -294,7 +294,8 @@ class Float8Storage(Storage):
         """Create `factors`, the weights in float8 with which the layers compute.
 
         The values of a factor are a view of the memory that contains the full weight after an all-gather. Its scales
-        are views of a tensor that `round` fills.
+        are views of a tensor that `round` fills. For a weight (R, C), this tensor contains the scale max(R, C) times:
+        the row scales are a view of the first R of them, and the column scales of the first C.
         """
         first, full_params, device = self._small, self.buffer.full_params, self.buffer.shard.device
         shapes = [full.shape for full in full_params[first:]]

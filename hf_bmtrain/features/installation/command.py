@@ -175,7 +175,7 @@ def advice(facts: Facts) -> list[str]:
     """
     lines = []
     if not facts.needed:
-        lines.append("hf_bmtrain can be imported but is not installed: run pip install -e . beside its pyproject.toml")
+        lines.append("hf_bmtrain can be imported but is not installed: run pip install -e . in its source folder")
     if facts.unseen and not facts.cuda:
         lines.append("the machine has NVIDIA GPUs: install a torch for CUDA (https://pytorch.org/get-started/locally)")
     elif facts.unseen and "torch" not in facts.trouble:
@@ -193,6 +193,6 @@ def is_older(version: str | None, oldest: str) -> bool:
     """
     if version is None:
         return True
-    # The zero is the second number of a version that has only one.
+    # Append ".0", so that a version with only one number, such as "14", has a second one.
     found, admitted = ([int(number) for number in re.findall(r"\d+", f"{text}.0")[:2]] for text in (version, oldest))
     return found < admitted

@@ -115,8 +115,8 @@ def find_facts() -> Facts:
 def installed(package: str) -> str | None:
     """Return the installed version of a package, or None if it is not installed.
 
-    CuPy has a package for each CUDA version. So for "cupy", this is the version of the first package that is installed
-    of cupy-cuda13x, cupy-cuda12x and cupy.
+    CuPy has a package for each CUDA version. For "cupy", the packages cupy-cuda13x, cupy-cuda12x and cupy are tried in
+    this order, and the version of the first one that is installed is returned.
     """
     for name in ("cupy-cuda13x", "cupy-cuda12x", "cupy") if package == "cupy" else (package,):
         try:

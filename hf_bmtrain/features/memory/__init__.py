@@ -170,8 +170,12 @@ def choose_recompute(use_checkpoint: UseCheckpoint, block: Block, world: World) 
         world: the world whose device runs the block.
 
     Raises:
-        RuntimeError: this version of torch is too old: for "auto", it cannot count the bytes that autograd saves (torch
-            2.6); for "attention", it cannot intercept the operations of compiled code (before 2.9).
+        RuntimeError: in these cases:
+
+            * `use_checkpoint` is "auto", the world's device is a GPU, and torch is older than 2.7, so it cannot count
+              the bytes that autograd saves.
+            * `use_checkpoint` is "attention", and torch is older than 2.9. There, keeping the outputs of attention
+              prevents torch.compile from compiling the functions that blocks call.
     """
     if use_checkpoint is True or use_checkpoint is False:
         return ALWAYS if use_checkpoint else NEVER

@@ -302,10 +302,10 @@ class Activations:
 
     @property
     def left(self) -> int | None:
-        # Frozen blocks stay unsharded between steps only in the memory that remains after the activations are planned.
-        # Keeping activations saves more time, because a forward need not be recomputed. Keeping a frozen block
-        # unsharded saves two all-gathers, which overlap with computation anyway. While the plan is out of date, it is
-        # not known how much memory remains.
+        # Return None while the plan is out of date, because it is then not known how much memory remains. Otherwise
+        # return the memory that remains after the activations are planned. Activations come first, because keeping them
+        # saves more time: a forward need not be recomputed. Keeping a frozen block unsharded between steps saves only
+        # two all-gathers, which overlap with computation anyway.
         return None if self._stale or self._free is None else self._left
 
     @property
@@ -358,6 +358,8 @@ class Activations:
 
         Call it at the start of each training forward. A plan that is still valid is kept. The first plan needs measured
         blocks, and an optimizer that has stepped. While one of these is missing, begin to measure memory instead.
+
+        The ranks may exchange measurements. `AutoCheckpoint.recomputes` says when this call is collective.
         """
         if not self.in_backward and self._meter.enters_pass(self._schedule.backwards):
             self._begin_pass(self._present())

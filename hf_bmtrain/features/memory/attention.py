@@ -94,9 +94,9 @@ class _Attention(TorchDispatchMode):
         return function(*args, **kwargs)
 
     def attend(self, function: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
-        """Return the output of a call of attention, and keep it, reuse a kept one, or measure the call.
+        """Return the output of `function(*args, **kwargs)`, a call of attention without dropout.
 
-        The output is that of `function(*args, **kwargs)`. `is_kept` is True for the call, so it has no dropout.
+        Subclasses also keep this output, return a kept output instead of computing it again, or measure the call.
         """
         raise NotImplementedError
 

@@ -297,8 +297,8 @@ class Agreed:
         activations: the bytes of each block's activations, on the rank with the most, in the order of `blocks`.
         attention: the bytes of the outputs of each block's attention, on the rank with the most, in the order of
             `blocks`.
-        attention_first: whether on every rank, keeping only the outputs of attention saves more time per byte than
-            keeping all activations.
+        attention_first: whether keeping only the outputs of attention saves more time per byte than keeping all
+            activations, on every rank.
         blocks: the `AutoCheckpoint.number` of each block that is in all readings, in the order of the first reading.
             Blocks of a model that a rank has already deleted are left out.
     """

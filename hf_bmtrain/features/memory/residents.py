@@ -60,8 +60,9 @@ def keep_all(model: torch.nn.Module, world: World) -> None:
 class Residents:
     """keep_frozen="auto" for one model: keeps as many frozen parameters unsharded between steps as memory allows.
 
-    A flat buffer that stays unsharded between steps is called resident. A pass begins with the first training forward
-    after a backward. In the first passes no buffer is resident, and memory is measured.
+    A flat buffer that stays unsharded between steps is called resident. A pass consists of the training forwards
+    between two backwards, and of the backward that follows them. In the first passes no buffer is resident, and memory
+    is measured.
 
     After an optimizer's first step, the ranks choose which buffers become resident, the same ones on every rank: as
     many as fit on the rank with the least available memory. Buffers of parameters outside blocks are chosen first, then
@@ -96,8 +97,7 @@ class Residents:
         self._blocks = [weakref.ref(block._bmt) for block in modules]
         self._chosen: list[weakref.ref[ShardedBuffer]] = []
         self._planned = self._keeping = self._idle = False
-        # A pass consists of the training forwards between two backwards. Memory is measured while the ranks have no
-        # valid choice of the buffers that become resident, until they choose.
+        # Memory is measured while the ranks have no valid choice of the buffers that become resident.
         self._forwards = 0  # the number of training forwards in this pass
         self._seen: list[tuple[int, Shapes]] = []  # (number in the pass, input shapes) of measured forwards
         self._inputs = MeasuredInputs()
@@ -148,7 +148,8 @@ class Residents:
     def begin_forward(self, shapes: Shapes) -> None:
         """Prepare a training forward: keep the chosen buffers unsharded, or measure the memory that steps take.
 
-        Collective: every rank must call it. A pass consists of the forwards between two backwards. The steps are:
+        Collective: every rank must call it. A pass consists of the training forwards between two backwards, and of the
+        backward that follows them. The steps are:
 
         1. Do nothing in this pass if less than a quarter of the parameters (in bytes) is frozen and no buffers have
            been chosen, or if the ranks have found that no buffer fits.
@@ -183,7 +184,7 @@ class Residents:
         self._forwards += 1
 
     def _begin_pass(self) -> None:
-        """Prepare a pass (the training forwards between two backwards). Called at the first forward of each pass.
+        """Prepare a pass. Called at its first forward, which is the first training forward after a backward.
 
         Stores the input shapes that were measured in the last pass. Also sets `_idle`, which is True if `begin_forward`
         has nothing to do in this pass: the ranks have chosen that no buffer stays unsharded, or they have not chosen

@@ -25,11 +25,14 @@ class MuonOptimizer(AdamOptimizer):
 
         m ← μm + (1−μ)g    u ← μm + (1−μ)g with Nesterov, otherwise m    w ← w − lr·wd·w − lr · f · orthogonalized(u)
 
-    Here g is the gradient and m the momentum. Muon updates the 2-D and 3-D parameters inside blocks (transformer
-    layers). A 2-D parameter is updated as by torch.optim.Muon. A 3-D parameter (count, rows, columns), such as the
-    experts of a layer, is a stack of matrices, each of which is orthogonalized by itself. AdamW updates everything
-    else: embeddings, the head, norms, biases, convolutions, parameters with one row or column, and parameters that are
-    also used outside the blocks. `step()` is collective: every rank must call it.
+    Here w is a matrix, g its gradient and m its momentum. The arguments `momentum`, `weight_decay` and `adjust_lr_fn`
+    below explain μ, wd and f.
+
+    Muon updates the 2-D and 3-D parameters inside blocks (transformer layers). A 2-D parameter is updated as by
+    torch.optim.Muon. A 3-D parameter (count, rows, columns), such as the experts of a layer, is a stack of matrices,
+    each of which is orthogonalized by itself. AdamW updates everything else: embeddings, the head, norms, biases,
+    convolutions, parameters with one row or column, and parameters that are also used outside the blocks. `step()` is
+    collective: every rank must call it.
 
     Each sharded matrix is orthogonalized on one rank, its owner. The owners are chosen so that all ranks have about the
     same work. In a step, every rank updates the momentum of its own elements, computes u for them, and sends these
@@ -64,10 +67,14 @@ class MuonOptimizer(AdamOptimizer):
 
     Raises:
         TypeError: an argument has the wrong type.
-        ValueError: a setting is out of range, or a parameter's dtype is not supported. If `params` is a model: the
-            model has no matrix in a block, or `tp_size` has split one of its parameters. If `params` is a list: the
-            list is empty, a group lacks "muon", or a group with "muon": True has a parameter that is not a matrix or a
-            stack of matrices, or that `tp_size` has split.
+        ValueError: in these cases:
+
+            * A setting is out of range.
+            * A parameter's dtype is not supported.
+            * `params` is a model that has no matrix in a block, or of which `tp_size` has split a parameter.
+            * `params` is an empty list, or one of its groups lacks "muon".
+            * A group with "muon": True has a parameter that is not a matrix or a stack of matrices, or that `tp_size`
+              has split.
 
     Example::
 
@@ -224,7 +231,7 @@ class MuonOptimizer(AdamOptimizer):
     # -- a step -------------------------------------------------------------------------------------------------
 
     def _update(self, numbers: Sequence[int]) -> None:
-        """Update all parameters that have gradients.
+        """Update all parameters that have gradients. Collective: every rank must call it.
 
         Matrices that are sharded over several ranks are updated in rounds: the elements of all matrices of a round are
         exchanged together. While the matrices of one round are orthogonalized, those of the next round are sent to

@@ -26,7 +26,7 @@ def delta_moments(states: Sequence[RunState], settings: Sequence[Hyper]) -> torc
 
     δ is computed after the step from m, v and the master weights w', with w = (w' + lr·d) / (1 − lr·wd). It is exact up
     to float32 rounding, with two exceptions: if m is stored in bfloat16, the stochastic rounding of m changes d by up
-    to 2⁻⁸·|d|; and as lr·wd approaches 1, w becomes inexact.
+    to 2⁻⁷·|d|; and as lr·wd approaches 1, w becomes inexact.
 
     Args:
         states: the Adam state of each run (parameters that are updated together), at least one.

@@ -59,7 +59,8 @@ class AdamOffloadOptimizer(AdamOptimizer):
         state_bits: must be 32; AdamOptimizer also accepts 8.
 
     Raises:
-        RuntimeError: in the first step, if there is too little host memory for the state, or it cannot be page-locked.
+        RuntimeError: in a step that allocates state, such as the first, if there is too little host memory for it, or
+            this memory cannot be page-locked.
         TypeError: an argument has the wrong type.
         ValueError: an argument is out of range, as in AdamOptimizer, or `state_bits` is not 32.
     """
@@ -159,10 +160,10 @@ class AdamOffloadOptimizer(AdamOptimizer):
         for owner in dict.fromkeys(self._states[number].run.owner for number in self._in_order(left)):
             if isinstance(owner, ShardedBuffer) and owner.update.ticket is not None:
                 owner.update.announce(owner.shard)
-        # 4. The grouping in 1. may have split runs (parameters that are updated together), because parameters that were
-        # updated during the backward and others cannot be in the same run. An empty `_active` discards the grouping:
-        # the next backward then updates no parameters, and the next `step` forms new runs, in which adjacent parameters
-        # are together again.
+        # 4. Discard the grouping of 1., by an empty `_active`, if it may have split runs (parameters that are updated
+        # together): parameters that were updated during the backward and others cannot be in the same run. The next
+        # backward then updates no parameters, and the next `step` forms new runs, in which adjacent parameters are
+        # together again.
         if rearranged and early:
             self._active = []
         self._early = _EarlyUpdates()
@@ -244,6 +245,7 @@ class AdamOffloadOptimizer(AdamOptimizer):
         * the parameters of a flat buffer (usually those of a block), if a different set of them has a gradient than in
           the last step. If this backward has updated other flat buffers, the backward of the following step updates
           nothing, and its `step` updates all parameters,
+        * the parameters of a flat buffer, if the last trainable parameter of the buffer has no gradient,
         * the parameters of a flat buffer, if other code, such as a hook during the backward, has replaced the `.grad`
           of one of them before their update,
         * all parameters of an uneven model, that is, a model in which the ranks may run different blocks. Its gradients
@@ -261,8 +263,9 @@ class AdamOffloadOptimizer(AdamOptimizer):
             ValueError: the optimizer is in an OptimManager with a loss scale. Whether a step must be skipped is then
                 known only after the backward.
             RuntimeError: a second backward inside the context computes gradients of parameters that the first one has
-                updated; or a backward in an earlier use of this context has updated parameters, and `step` was not
-                called after it.
+                updated.
+            RuntimeError: a backward in an earlier use of this context has updated parameters, and `step` was not called
+                after it.
 
         Example::
 
@@ -368,7 +371,8 @@ class AdamOffloadOptimizer(AdamOptimizer):
     def _check_early(self) -> None:
         """Raise RuntimeError if gradients or settings have changed since parameters were updated in the backward.
 
-        The change would have no effect on the parameters that are updated already.
+        Also raise it if `step` is to divide the gradients by `grad_scale`. Either change would have no effect on the
+        parameters that are already updated.
         """
         parameters = self._early.parameters
         if not parameters:
@@ -435,7 +439,7 @@ class _EarlyUpdates:
     have no effect.
 
     Attributes:
-        parameters: {updated parameter: (the gradient that was used, its version)}.
+        parameters: {updated parameter: (the gradient that was used, its version counter after the update)}.
         settings: the settings of the parameter groups in the update, as `_snapshot` returns them.
     """
 

@@ -19,7 +19,7 @@ SLAB_ELEMENTS = 1 << 28
 """The largest number of elements in a slab (a piece of host memory) that several runs (parameters that are updated
 together) share. A run with more elements gets a larger slab of its own."""
 CHUNK_ELEMENTS = 1 << 22
-"""The largest number of elements in a chunk, which is copied to the device as one piece. In float32 they take 16 MiB:
+"""The largest number of elements in a chunk, which is copied to the device as one piece. In float32, this is 16 MiB:
 large enough to reach PCIe's full speed, and small enough that one copy takes little time compared with a step."""
 ALIGNMENT = 64
 """The state of each run (parameters that are updated together) starts at a multiple of this many elements in its slab.

@@ -108,7 +108,7 @@ class Format:
         if not (scales if self.values else scales * _FP8_MOST).to(values.dtype).isfinite().all():
             raise ValueError(
                 f"the weight has elements so large (up to {absmax.max().item():.6g}) that quantization would round "
-                f"them to values that overflow {values.dtype}"
+                f"them to values that overflow {values.dtype} (cast the model to a wider dtype, if there is one)"
             )
         for number, chunk in enumerate(flat.split(_CHUNK * CELL)):
             own = slice(number * _CHUNK, (number + 1) * _CHUNK)

@@ -154,8 +154,8 @@ def _refusal(module: Any, key: str, parameter: Any) -> str | None:
         return f"is quantized to 8 bits (load_in_8bit=True), which cannot be sharded. {_LOAD}"
     if computes != "Linear4bit" or key != "weight" or "forward" in vars(module):
         return (
-            f"is the {key} of a {type(module).__name__}, which runs the forward of {computes} or a function that "
-            "replaced it. Only the weight of a layer that runs the forward of bitsandbytes' Linear4bit can be sharded. "
+            f"is the {key} of a {type(module).__name__}, whose forward is that of {computes} or has been replaced. "
+            "Only the weight of a layer with the original forward of bitsandbytes' Linear4bit can be sharded. "
             f"Dispatching a model to several devices replaces the forwards of its modules. {_LOAD}"
         )
     state, wanted = _state(module, parameter), (module.out_features, module.in_features)

@@ -143,8 +143,7 @@ class PackedStorage(Storage):
             except ValueError as error:
                 raise ValueError(
                     f"auto_wrap: '{name}' cannot be quantized to {self.form.name}: {error}. Part of the model is "
-                    "already sharded, so load it again, and leave out quantize_frozen or cast the model to a wider "
-                    "dtype first."
+                    "already sharded, so load the model again. Then remove this cause, or leave out quantize_frozen."
                 ) from error
             first, begin, count = (
                 local_range.tensor_start // CELL,

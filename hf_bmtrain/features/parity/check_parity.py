@@ -43,9 +43,9 @@ def check_parity(
     Collective: every rank must call it. Both steps run on this rank's `batch`, in the model's current mode (dropout
     included), from the same random states:
 
-    * The sharded step runs the wrapped model. Its backward recomputes every block, even with use_checkpoint="auto" or
-      "attention", which would otherwise keep some activations. It recomputes no block with use_checkpoint=False or, on
-      the CPU, with "auto".
+    * The sharded step runs the wrapped model. With use_checkpoint=False or, on the CPU, "auto", its backward recomputes
+      no block. In all other cases, it recomputes every block completely, although "attention" and, on a GPU, "auto"
+      usually keep some activations.
     * The plain step runs the model's own code on full copies of the weights, without all-gathers, reductions,
       recomputation or compiled blocks. LoRA layers, experts, their adapters and MLPs with `mlp_chunks` run the original
       forwards of transformers and PEFT.
@@ -59,8 +59,9 @@ def check_parity(
     the plain step's, averaged over the ranks. For the update, one new optimizer steps the shards and another steps the
     full copies. Both use the gradients of the sharded step, so that wrong gradients do not change this comparison.
 
-    Afterwards weights, gradients, buffers, attributes and generators are as before, even if this function raises. The
-    exception is tensors outside parameters and buffers: if the model modifies them in place, they are not restored.
+    Afterwards weights, gradients, buffers, attributes and random generators are as before, even if this function
+    raises an error. Tensors that are neither parameters nor buffers are not restored if the model modifies them in
+    place.
     During the comparison every rank needs memory for two full copies of the weights, one full copy of the gradients,
     and the optimizer's state for full weights.
 
@@ -86,8 +87,8 @@ def check_parity(
         first difference that is larger than allowed, or None. Such a difference raises no error.
 
     Raises:
-        RuntimeError: a rank has too little memory for the full copies (the message gives the bytes), the ranks called
-            different modules, or they passed different values of `bound`.
+        RuntimeError: a rank has too little memory for the full copies. The message gives the bytes.
+        RuntimeError: the ranks called different modules, or passed different values of `bound`.
         ValueError: the model is not wrapped, no scalar loss was found, or `bound` is negative.
         NotImplementedError: `init_distributed` was called with a `tp_size` above 1.
         TypeError: `model` is not a module, or `optimizer` is not a function.
@@ -165,8 +166,8 @@ def _run(model: Any, batch: Any, loss: Callable[[Any], torch.Tensor] | None) -> 
         if not isinstance(value, torch.Tensor) or value.numel() != 1:
             raise ValueError(
                 "check_parity needs a loss that is a tensor with one element, but did not get one from the "
-                f"{type(outputs).__name__} that the model returned. Put labels into the batch, or pass loss=, a "
-                "function of the model's output that returns the loss."
+                f"{type(outputs).__name__} that the model returned. Put labels into the batch, or pass a function "
+                "loss= that takes the model's output and returns such a tensor."
             )
         value.backward()
     return value.detach()

@@ -69,7 +69,7 @@ class Parity:
     "Largest" means relative to the allowed difference.
 
     Attributes:
-        differences: one for each compared item, in this order: outputs, as the modules' forwards ended; the loss;
+        differences: one for each compared item, in this order: outputs, in the order in which forwards ended; the loss;
             gradients, in the reverse order of `model.parameters()`; weight updates, in the order of
             `model.parameters()`.
         loss: the loss of the plain step, averaged over the ranks.

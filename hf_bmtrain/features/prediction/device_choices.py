@@ -30,7 +30,7 @@ def cuda_choices() -> Iterator[None]:
     library.impl("_softmax_backward_data", _softmax_backward, "AutogradMeta")
     make = torch.autocast.__init__
 
-    # This replaces the constructor of torch.autocast, which raises an error for the meta device. The simulated forward
+    # Replace the constructor of torch.autocast, because it raises an error for the meta device. The simulated forward
     # may call it: PEFT disables autocast around adapters on fused experts, and a sharded model enables autocast if the
     # program has an Accelerator with mixed precision.
     def without_meta(self, device_type, dtype=None, enabled=True, cache_enabled=None) -> None:
@@ -38,7 +38,7 @@ def cuda_choices() -> Iterator[None]:
         if meta and enabled:
             _log_once(
                 "The prediction ignores autocast, which the Accelerator's mixed precision enables, so training may "
-                "take more or less memory than predicted. For a prediction that fits, load the model in the dtype that "
+                "take more or less memory than predicted. For an accurate prediction, load the model in the dtype that "
                 "it computes in, and do not enable mixed precision."
             )
         make(self, "cpu" if meta else device_type, dtype, enabled and not meta, cache_enabled)

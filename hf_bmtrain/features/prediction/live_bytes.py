@@ -112,7 +112,7 @@ class LiveBytes(TorchDispatchMode):
                 for each in output:
                     if isinstance(each, torch.Tensor):
                         self._see(each, False)
-        if function in _ALL and isinstance(outputs, torch.Tensor):
+        if function in _ALL and isinstance(outputs, torch.Tensor) and outputs.is_meta:
             self._all.add(self.number_of(outputs))
         nbytes = workspace(function, args)
         if nbytes:

@@ -68,7 +68,9 @@ def predict_memory(
 
     Raises:
         TypeError: a setting has the wrong type.
-        ValueError: a setting is out of range, the model is already wrapped, or its output has no loss.
+        ValueError: a setting is out of range.
+        ValueError: the model is already wrapped.
+        ValueError: the model's output has no loss.
         RuntimeError: the forward needs values of tensors, which the meta device does not have: for `nonzero`,
             `tolist` or indexing by a mask, for example. (`item` raises no error: it returns 0, or a bool.)
     """

@@ -112,7 +112,8 @@ def simulate(
         step begins, and what the memory is used for.
 
     Raises:
-        ValueError: the model's output has no loss, or `auto_wrap` refuses the model or an option.
+        ValueError: the model's output has no loss.
+        ValueError: `auto_wrap` refuses the model or an option.
         RuntimeError: the forward needs values of tensors, which the meta device does not have.
     """
     stage = ["wrap"]

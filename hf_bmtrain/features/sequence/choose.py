@@ -75,8 +75,8 @@ def choose_blocks(model: torch.nn.Module, layers: Sequence[torch.nn.Module]) -> 
         )
     if not chosen:
         raise ValueError(
-            f"auto_wrap: sequence_parallel cannot be used with {kind}: none of its {len(layers)} blocks calls "
-            f"transformers' attention interface. {_WAY_OUT}"
+            f"auto_wrap: sequence_parallel cannot be used with {kind}: none of its {len(layers)} blocks processes "
+            f"text. {_WAY_OUT}"
         )
     return chosen
 
@@ -177,7 +177,7 @@ def _why_not(model: Any, config: Any, text: Any) -> str | None:
         return f"{dropping} drops layers at random, different ones on each rank; set its layerdrop to 0"
     others = {*(getattr(text, "layer_types", None) or ())} - _KNOWN_LAYERS
     if others:
-        return f"it has layers of the types {sorted(others)}, which carry a state from token to token"
+        return f"it has layers of the unsupported types {sorted(others)}, which may carry a state from token to token"
     if getattr(text, "model_type", None) in _OTHERS:
         return _OTHERS[text.model_type]
     base: Any = model.get_base_model() if hasattr(model, "get_base_model") else model

@@ -3,8 +3,9 @@
 Every rank of the group must call each of these functions, and run its backward.
 
 Each rank computes gradients of parameters from its own tokens only. The gradient for whole rows is the sum over the
-ranks of the group, but gradients are later averaged over all ranks. To correct this, the backward of `gather_tokens`
-and `mean_over_group` returns the gradient times the size of the group.
+ranks of the group, but gradients are later averaged over all ranks, which divides this sum by the size of the group. To
+correct this, the backward of `gather_tokens` and `mean_over_group` returns the size of the group times the gradient.
+(`gather_tokens` multiplies by the size; `mean_over_group` leaves out the division by it.)
 """
 
 from __future__ import annotations
@@ -192,7 +193,7 @@ class _GatherTokens(torch.autograd.Function):
         full = first.new_empty(parts.length, *first.shape[1:])
         sent = first.view(-1).repeat(parts.size)
         counts = [len(tokens) * each for tokens in parts.tokens]
-        # An all-gather would need padding, because ranks may have different numbers of tokens.
+        # Use an all-to-all, because ranks may have different numbers of tokens. An all-gather would need padding.
         parts.group.all_to_all(full.view(-1), sent, counts, [first.numel()] * parts.size).wait()
         return full.transpose(0, 1).contiguous()  # programs call `logits.view(-1, vocabulary)`, which needs this
 

@@ -40,6 +40,7 @@ _DIVIDED = {
 
 After the forward, they are gathered for all tokens."""
 _ROTARY = ("position_embeddings", "freqs", "rotary", "cos", "sin")
+_POSITIONAL = inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD
 
 
 class SharedRows:
@@ -222,8 +223,8 @@ class SharedRows:
             shapes = ", ".join(str(tuple(each[:2])) for each in found)
             raise RuntimeError(
                 f"sequence_parallel={self.size}: {self.size} consecutive ranks must get the same rows and labels, but "
-                f"these ranks got different ones (rows, tokens: {shapes}). With Trainer, pass "
-                "callbacks=[bmt.hf.BMTrainCallback()], and for an IterableDataset "
+                f"these ranks got different ones. Their numbers of (rows, tokens) are {shapes}; if all are equal, the "
+                "contents differ. With Trainer, pass callbacks=[bmt.hf.BMTrainCallback()], and for an IterableDataset "
                 "accelerator_config={'dispatch_batches': False}. With Accelerate, create the Accelerator before "
                 f"auto_wrap. In your own training loop, let rank r read the data of rank r - r % {self.size}: "
                 f"DistributedSampler(data, num_replicas=world_size() // {self.size}, rank=rank() // {self.size})."
@@ -248,7 +249,7 @@ class SharedRows:
                 "which tokens of a sequence it should process on this rank. Call the model instead."
             )
         signature = inspect.signature(layer.forward).parameters.values()
-        names = [each.name for each in signature if each.kind is not inspect.Parameter.VAR_POSITIONAL]
+        names = [each.name for each in signature if each.kind in _POSITIONAL]
         if any(isinstance(value, Tensor) for value in args[len(names) :]):
             raise NotImplementedError(
                 f"sequence_parallel: the forward of {type(layer).__name__} got {len(args)} positional arguments, but "

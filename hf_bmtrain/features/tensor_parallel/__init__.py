@@ -15,6 +15,7 @@ There are three kinds of parameters:
 * Parts of split weights. The gradient of a part is averaged over the groups.
 * Parameters that are not split and have `tp_mode=True`. All ranks of a group use such a parameter for the same rows.
   Its gradient is averaged over all ranks.
-* All other parameters. Each rank of a group uses such a parameter for different rows. Its gradient is summed over the
-  ranks of each group, and averaged over the groups.
+* All other parameters. Each rank of a group uses such a parameter for different rows, or for different features of the
+  same rows (as for the norms of attention heads). Its gradient is summed over the ranks of each group, and averaged
+  over the groups.
 """

@@ -29,9 +29,9 @@ def make_grid(rank: int, ranks: int, size: int, open_group: OpenGroup) -> Grid:
             and the difference between consecutive ranks of a group.
 
     Returns:
-        A Grid with the number of groups, their size, the number of this rank's group, this rank's index in that group,
-        and two communicators: one between the ranks of this rank's group, and one between the ranks that have the same
-        index in their groups as this rank.
+        A Grid: the size of the groups, this rank's index in its group, the number of groups, the index of this rank's
+        group, and two communicators: one between the ranks of this rank's group, and one between the ranks that have
+        the same index in their groups as this rank.
     """
     together, across = open_group(size), open_group(ranks // size, size)
     return Grid(size, rank % size, ranks // size, rank // size, together, across)

@@ -174,7 +174,8 @@ class ColumnParallelLinear(DistributedModule):
 
     Raises:
         TypeError: an argument has the wrong type.
-        ValueError: a size is not positive or not a multiple of tp_size, or `dtype` is not a floating-point dtype.
+        ValueError: a size is not positive, or `out_features` is not a multiple of tp_size.
+        ValueError: `dtype` is not a floating-point dtype.
     """
 
     def __init__(
@@ -233,7 +234,8 @@ class RowParallelLinear(DistributedModule):
 
     Raises:
         TypeError: an argument has the wrong type.
-        ValueError: a size is not positive or not a multiple of tp_size, or `dtype` is not a floating-point dtype.
+        ValueError: a size is not positive, or `in_features` is not a multiple of tp_size.
+        ValueError: `dtype` is not a floating-point dtype.
     """
 
     def __init__(
@@ -289,7 +291,8 @@ class VPEmbedding(DistributedModule):
 
     Raises:
         TypeError: an argument has the wrong type.
-        ValueError: a size is not positive or not a multiple of tp_size, or `dtype` is not a floating-point dtype.
+        ValueError: a size is not positive, or `vocab_size` is not a multiple of tp_size.
+        ValueError: `dtype` is not a floating-point dtype.
     """
 
     def __init__(

@@ -197,7 +197,8 @@ def _check_same_inputs(model: torch.nn.Module, args: tuple, kwargs: dict[str, An
     in the arguments, such as token ids, are compared, by a checksum. Collective: every rank of the group must call it.
     """
     grid = current_world().grid
-    values = [each for each in pytree.tree_leaves((args, kwargs)) if isinstance(each, torch.Tensor)]
+    given = args, dict(sorted(kwargs.items()))  # sorted, because the ranks may pass them in different orders
+    values = [each for each in pytree.tree_leaves(given) if isinstance(each, torch.Tensor)]
     integers = [each for each in values if not each.is_floating_point() and not each.is_complex()]
     if grid is None or not integers:
         return

@@ -94,9 +94,9 @@ def hook_loss(
             nothing.
     """
 
-    # `asked` is whether Trainer passed num_items_in_batch. It is set before other hooks run, because they may add this
-    # argument. The labels and the attention mask are recorded too, because `sequence_parallel` replaces them by those
-    # of this rank's tokens.
+    # `asked` is whether the hooks' Trainer computes this loss and passed num_items_in_batch. It is set before other
+    # hooks run, because they may add this argument. The labels and the attention mask are recorded then, too, because
+    # `sequence_parallel` replaces them by those of this rank's tokens.
     asked, recorded, begun = False, {}, False
     owner, _ = vars(base_of(model))[_HOOKS][-1]
 

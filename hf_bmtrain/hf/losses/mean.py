@@ -57,9 +57,9 @@ def follow_mean_loss(model: Any, trainer: transformers.Trainer) -> Callable[[], 
 
     Returns:
         A function without arguments. It returns True if the loss of the model's last forward with `num_items_in_batch`
-        is a mean, and False if it is a sum divided by this number. It always returns False if a step has only one
-        micro-batch, and there is one rank or `average_tokens_across_devices=False`: nothing needs a correction or
-        warning then.
+        is a mean, and False if it is a sum divided by this number. It always returns False if nothing needs a
+        correction or warning: if a step has only one micro-batch, and losses are not averaged over several ranks
+        (because there is one rank, or `average_tokens_across_devices=False`).
     """
     several = _averages(trainer)
     if not several and trainer.args.gradient_accumulation_steps == 1:
@@ -72,8 +72,9 @@ def follow_mean_loss(model: Any, trainer: transformers.Trainer) -> Callable[[], 
     correct = _Correction(type(base).__name__, trainer, way_out)
 
     def weigh(given: dict[str, Any], outputs: Any, loss: torch.Tensor) -> torch.Tensor:
-        # A sum needs no hook: Trainer multiplies it by the number of ranks, and gradients are averaged over the ranks,
-        # so the result is the sum over all ranks. Adding up the losses of micro-batches is also correct for a sum.
+        # With this setting, the CTC loss is a sum, which needs no correction: Trainer multiplies it by the number of
+        # ranks, and gradients are averaged over the ranks, so the result is the sum over all ranks. Adding up the
+        # losses of micro-batches is also correct for a sum.
         if "CTC" in forward.name and base.config.ctc_loss_reduction == "sum":
             return loss
         for name in sentences:
@@ -101,7 +102,8 @@ def follow_loss_function(trainer: transformers.Trainer) -> None:
 
     Args:
         trainer: the Trainer. Its `compute_loss_func` is replaced, unless it was already. Nothing is replaced if a step
-            has only one micro-batch, and there is one rank or `average_tokens_across_devices=False`.
+            has only one micro-batch, and losses are not averaged over several ranks (because there is one rank, or
+            `average_tokens_across_devices=False`).
     """
     function: Any = trainer.compute_loss_func
     if isinstance(function, _ObservedFunction) and not function.is_for(trainer):  # taken from another Trainer

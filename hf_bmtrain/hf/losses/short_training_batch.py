@@ -141,7 +141,7 @@ def _rows_left(loader: Any) -> tuple[int | None, int | None]:
     epoch or has no repeated rows, and -1 if it is unknown. The second is the number of rows per rank of a full batch;
     None if it is unknown, or not fixed because rank 0 reads the batch and Accelerate divides it.
 
-    loader: the data loader of Accelerate that has yielded the batch; None if another one has.
+    loader: the data loader that has yielded the batch; None if it is not one of Accelerate's.
     """
     if loader is None or not loader.end_of_dataloader or loader._drop_last:
         return None, None

@@ -105,6 +105,8 @@ def test_a_fingerprint_sees_both_ends_and_the_middle():
         assert fingerprint(other) != fingerprint(values)
     for each in (torch.ones(()), torch.ones(0), torch.ones(3, 2).T, torch.ones(2, dtype=torch.complex64).conj()):
         assert fingerprint(each) == fingerprint(each.clone())
+    negated = torch.ones(3, dtype=torch.complex64).conj().imag  # a view with torch's lazy negative bit
+    assert negated.is_neg() and fingerprint(negated) == fingerprint(negated.clone())
     assert fingerprint(torch.ones(3, dtype=torch.bfloat16)) != fingerprint(torch.ones(3, dtype=torch.bool))
 
 
@@ -263,6 +265,15 @@ def by_groups():
     return error_of(lambda: train(model, torch.optim.SGD(groups, lr=0.1)))
 
 
+def by_requires_grad_of_unsharded():
+    """Of the first unsharded parameter of a group, not only of the last group's."""
+    model = wrapped()
+    parameters = list(model.parameters())
+    own = [torch.nn.Parameter(torch.zeros(2), requires_grad=not is_last()), torch.nn.Parameter(torch.zeros(2))]
+    groups = [{"params": [parameters[0], own[0]]}, {"params": [*parameters[1:2], own[1]]}]
+    return error_of(lambda: train(model, torch.optim.SGD(groups, lr=0.1)))
+
+
 def by_number_of_groups():
     model = wrapped()
     groups = [{"params": [*model.layers.parameters()]}, {"params": [*model.head.parameters()]}]
@@ -322,6 +333,7 @@ STEPS = {
     by_dtype_of_moments: "exp_avg_dtype: ranks 0-1 have torch.float32, rank 2 has torch.bfloat16",
     by_groups: "parameter 'head.bias' (sharded together with 'embedding.weight' and 2 other parameters of Tower*"
     "): ranks 0-1 have group 0, shape (2,), requires_grad=True, rank 2 has group 1",
+    by_requires_grad_of_unsharded: "ordinary parameter 1 of group 0: ranks 0-1 have *requires_grad=True, rank 2 has *",
     by_number_of_groups: "number of parameter groups: ranks 0-1 have 2, rank 2 has 1",
     by_order_of_parameters: ": ranks 0-1 have parameter 'embedding.weight' (sharded together with 'embedding*"
     ", rank 2 has parameter 'head.bias'",

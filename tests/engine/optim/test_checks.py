@@ -86,9 +86,11 @@ def refused(make, match):
 
 
 def lamb_in_one_of_two_groups():
-    """Every parameter group is tried with its own options."""
+    """Every parameter group is tried with its own options, also after one that could not be tried."""
 
     class Half(Lamb):
+        fails = False
+
         def __init__(self, params, lr=0.1, lamb=None):
             super().__init__(params, lr)
 
@@ -96,6 +98,8 @@ def lamb_in_one_of_two_groups():
             lamb, sgd = ([g for g in self.param_groups if g["lamb"] is on] for on in (True, False))
             for group in sgd:
                 for p in group["params"]:
+                    if self.fails and type(p) is torch.nn.Parameter:
+                        raise RuntimeError("no kernel for the CPU")
                     p.data.sub_(p.grad.as_subclass(torch.Tensor))
             kept, self.param_groups = self.param_groups, lamb
             super().step(closure)
@@ -106,8 +110,9 @@ def lamb_in_one_of_two_groups():
         {"params": list(model.layers.parameters()), "lamb": False},
         {"params": list(model.head.parameters()), "lamb": True},
     ]
-    with pytest.raises(TypeError, match="Half depends on the shapes"):
-        step(model, Half(groups))
+    for Half.fails in (False, True):
+        with pytest.raises(TypeError, match="Half depends on the shapes"):
+            step(model, Half(groups))
 
 
 def unknown_is_let_through_with_a_warning():

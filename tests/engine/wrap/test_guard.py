@@ -114,7 +114,14 @@ def walks_once():
 @pytest.mark.parametrize("forwards", [2, *in_full(0)])
 @pytest.mark.parametrize(
     "name",
-    by_default(CHANGES, "replaced in the dict", "added to the model itself", "added to one without", "a module replaced", "an adapter around"),
+    by_default(
+        CHANGES,
+        "replaced in the dict",
+        "added to the model itself",
+        "added to one without",
+        "a module replaced",
+        "an adapter around",
+    ),
 )
 @on_ranks(2)
 def test_changes(name, forwards):

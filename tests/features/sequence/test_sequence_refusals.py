@@ -93,7 +93,7 @@ def test_tensors_without_a_name():
     for layer in model.transformer.h:
         layer.__class__ = NamelessBlock
     bmt.auto_wrap(model, sequence_parallel=2)
-    with pytest.raises(NotImplementedError, match=r"the forward of NamelessBlock got 4 .* names only 1 .*\(hidden_states"):
+    with pytest.raises(NotImplementedError, match="the forward of NamelessBlock got 4 positional arguments"):
         model(**batch_of("right", 0))
 
 

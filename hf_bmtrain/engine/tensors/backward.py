@@ -63,10 +63,16 @@ def double_backward() -> RuntimeError:
     )
 
 
+def _listed(tensors: Any) -> tuple:
+    return (tensors,) if isinstance(tensors, torch.Tensor) else tuple(tensors)
+
+
 @wraps(_backward)
 def _backward_with_sharded(tensors, grad_tensors=None, *args: Any, inputs=None, **options: Any) -> None:
     """Replace `torch.autograd.backward` before torch 2.11, so that `inputs` may include sharded parameters."""
-    named = (inputs,) if isinstance(inputs, torch.Tensor) else tuple(inputs or ())
+    if inputs is None and any(hasattr(each, "autograd_leaves") for each in _listed(tensors)):
+        return backward_to(tensors, None)
+    named = () if inputs is None else _listed(inputs)
     if not any(hasattr(each, "autograd_leaves") for each in named):
         return _backward(tensors, grad_tensors, *args, inputs=inputs, **options)
     options |= dict(zip(("retain_graph", "create_graph"), args))

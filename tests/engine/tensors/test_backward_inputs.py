@@ -70,7 +70,6 @@ def test_a_frozen_parameter_raises():
     loss.backward()
 
 
-@pytest.mark.skipif(torch.__version__ < "2.11", reason="torch does not ask the parameters how to begin at them")
 @on_ranks(2, full=(1,))
 def test_a_backward_cannot_begin_at_a_parameter():
     parameter = bmt.auto_wrap(Tower()).head.weight

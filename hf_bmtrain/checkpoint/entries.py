@@ -336,8 +336,8 @@ def check_groups(kind: str, saved: Sequence[dict[str, Any]], mine: Sequence[dict
     if theirs != own:
         counts = [", ".join(str(len(names)) for names in groups) for groups in (theirs, own)]
         raise ValueError(
-            f"the parameter groups of the saved {kind} have {counts[0]} parameters, but those of this optimizer have "
-            f"{counts[1]}. The parameters differ in group "
+            f"the parameter groups of the saved {kind} and of this optimizer are different. The saved groups have "
+            f"{counts[0]} parameters, and those of this optimizer have {counts[1]}. The parameters differ in group "
             f"{', '.join(str(i) for i in range(max(len(theirs), len(own))) if theirs[i : i + 1] != own[i : i + 1])} "
             "(counted from 0). Create the optimizer with the groups that were saved"
         )
@@ -480,9 +480,9 @@ class LoadedState:
                 saved.setdefault(parameters[name], set()).add(what)
             optimizer.expect_state(self._groups, saved)
             places = optimizer.allocate_state({"state": self._state, "param_groups": self._groups})
-            # For bfloat16 weights, AdamOptimizer stores float32 master weights on CPUs, but on GPUs only residuals (the
-            # differences between masters and weights). With `state_bits=8`, it stores 8-bit moments. If the checkpoint
-            # contains a different form, `target` returns temporary tensors, and `load` converts their values.
+            # Use the optimizer's own tensors only if it has one for every saved tensor. It lacks some if the checkpoint
+            # contains another form of the state. AdamOptimizer stores 8-bit moments with `state_bits=8`. For bfloat16
+            # weights, it stores float32 masters on CPUs, but residuals (differences from the weights) on GPUs.
             if all(what in places.get(parameters[name], ()) for name, what in names):
                 self._places = places
 
@@ -511,8 +511,9 @@ class LoadedState:
         state = {"state": self._state, "param_groups": self._groups}
         if not isinstance(self._optimizer, AdamOptimizer):
             for values in self._state.values():
-                # AdamOptimizer may have saved this state. If so, drop its residuals, and the tie flags that belong to
-                # them: the signs of exp_avg_sq, which is otherwise never negative.
+                # AdamOptimizer may have saved this state. If so, drop its residuals (differences between masters and
+                # weights), and the flags that belong to them: negative signs of exp_avg_sq, which itself is never
+                # negative.
                 if values.pop("residual", None) is not None and "exp_avg_sq" in values:
                     values["exp_avg_sq"].abs_()
             # Make the optimizer's `state_dict` return full states from now on. Without this call, it would do so only

@@ -51,9 +51,9 @@ def lock(root: Path, held: IO[str] | None = None) -> IO[str] | None:
     Args:
         root: the folder, created if it does not exist.
         held: None in the first call. Before each later save, pass the file that the last call returned, to renew the
-            lock: a process loses all its locks on a file when it closes any descriptor of the file, for example after
-            copying the folder. Normally, `held` itself is locked and returned. If the folder, or the lock file in it,
-            was deleted in the meantime, a new lock file is created, as with None.
+            lock. The lock may have been lost: a process loses all its locks on a file when it closes any descriptor of
+            the file, for example after copying the folder. Normally, `held` itself is locked and returned. If the
+            folder, or the lock file in it, was deleted in the meantime, a new lock file is created, as with None.
 
     Returns:
         The locked file. None, with a warning in the log, if the file system does not support locks.
@@ -338,8 +338,8 @@ def find(path: Path, without: tuple[str, ...] = ()) -> tuple[list[Found], list[t
         or "checkpoint_", and is ignored otherwise. Both lists are empty if `path` does not exist.
 
     Raises:
-        OSError: `path` cannot be read, or each of 20 attempts failed, because other jobs deleted or renamed checkpoints
-            while they were read.
+        OSError: `path` cannot be read.
+        OSError: in each of 20 attempts, another job deleted or renamed a checkpoint while the checkpoints were read.
     """
     for _ in range(LISTINGS):
         listing = _find(path, without)
@@ -431,9 +431,9 @@ def find_damage(folder: Path, rank: int, size: int) -> str | None:
         A description of the first damage that this rank finds in the contents of the files, or None.
 
     Raises:
-        Damaged: the checkpoint cannot be verified. Either the manifest cannot be read, or a file that it lists is
-            missing or has the wrong size, or `complete.json` (the checksums of added files, read on rank 0 only) cannot
-            be read.
+        Damaged: the manifest cannot be read.
+        Damaged: a file that the manifest lists is missing or has the wrong size.
+        Damaged: on rank 0, `complete.json` (the checksums of added files) cannot be read.
     """
     manifest = Manifest.read(folder)
     manifest.check_sizes(folder)
@@ -487,7 +487,7 @@ def check_added(folder: Path, name: str, crc: int) -> str | None:
         found = _crc_of(folder / name)
     except OSError as error:
         return f"{name} cannot be read: {error.strerror}"
-    return None if found == crc else f"{name} does not match its checksum. If you have edited this file, delete {ADDED}"
+    return None if found == crc else f"{name} does not match its checksum. If you edited it yourself, delete {ADDED}"
 
 
 def _crc_of(path: Path) -> int:

@@ -22,7 +22,7 @@ _log = logging.getLogger("hf_bmtrain")
 _ALIGNMENT = 64
 _TURN_BYTES = 256 << 20
 """Maximum size of one copy to the host, in bytes. Larger tensors are copied in pieces. If training copies a small value
-to the host at the same time (as transformers does to create masks), it waits only for the current piece."""
+to the host at the same time (as transformers does to create masks), that copy waits only for the current piece."""
 
 
 class HostMemory:

@@ -122,9 +122,12 @@ def load_state(
 
     Raises:
         RuntimeError: on every rank, if `folder`, `weights`, `random`, or the number of optimizers or schedulers differs
-            between ranks, if `folder` is a file, a broken link or not readable, if an earlier `save_state` to this
-            folder with `non_blocking` failed, if no checkpoint is intact, or if the checkpoint does not fit the model
-            or the optimizer. In the last two cases, some values may have been loaded before the error.
+            between ranks.
+        RuntimeError: on every rank, if `folder` is a file, a broken link, or not readable.
+        RuntimeError: on every rank, if an earlier `save_state` to this folder with `non_blocking` failed.
+        RuntimeError: on every rank, if no checkpoint is intact. Some values may have been loaded before the error.
+        RuntimeError: on every rank, if the checkpoint does not fit the model, an optimizer or a scheduler. Some values
+            may have been loaded before the error.
         TypeError, ValueError: an argument has the wrong type or value.
 
     Example::
@@ -203,9 +206,9 @@ def load_parts(
             world.check_same_on_all_ranks("load_state", loading.facts(), {"checkpoint": str(each)})
             if lacking := sorted(overwritten - loading.sharded):
                 raise RuntimeError(
-                    f"load_state: {source}. Its values of {len(lacking)} parameters may have been loaded "
-                    f"already, but the next older checkpoint, {each}, was saved with trained_only=True and does not "
-                    f"contain them: {', '.join(lacking[:5])}. Load the model again, and then pass {each} to load_state"
+                    f"load_state: a checkpoint is damaged: {source}. Values of {len(lacking)} parameters may already "
+                    f"have been read from it. The next older checkpoint, {each}, was saved with trained_only=True and "
+                    f"lacks them: {', '.join(lacking[:5])}. Load the model again, and then pass {each} to load_state"
                 )
             problem = _attempt(world, loading.read)
             if problem is not None and loading.sharded:
@@ -224,7 +227,7 @@ def load_parts(
         again = _find(world, given, without)
         if again != listing and again[0] and listings < LISTINGS:
             # The folder's contents have changed, because another job has saved, deleted or replaced checkpoints. So
-            # the checkpoint that could not be loaded need not be damaged. Try those in the new list.
+            # perhaps the checkpoint that could not be loaded is not damaged. Try the checkpoints in the new list.
             listing, listings = again, listings + 1
             left, passed_over = again[0], [f"{each}: {reason}" for each, reason in again[1]]
         else:
@@ -324,9 +327,9 @@ class _Loading:
     def open(self) -> None:
         """Check that the checkpoint fits the model and the optimizers, and list the elements to read into the model.
 
-        `read` lists those to read into the optimizers. Tensors are not read yet, and the model and the optimizers are
-        not changed. Raises Damaged or OSError if a file is damaged or cannot be read, and ValueError if the checkpoint
-        does not fit.
+        Tensors are not read yet, and the model and the optimizers are not changed. The elements to read into the
+        optimizers are listed later, by `read`. Raises Damaged or OSError if a file is damaged or cannot be read, and
+        ValueError if the checkpoint does not fit.
         """
         of_model = self._parameters or self._buffers
         self.manifest = Manifest.read(self._folder).without(() if of_model else (MODEL, TRAINED))
@@ -405,7 +408,7 @@ class _Loading:
             _log.warning(
                 "load_state: %d parameters (%s) are frozen now, but were trained earlier: in this process, or in a run "
                 "whose checkpoint this process has loaded. The checkpoint %s was saved with trained_only=True and does "
-                "not contain them, so they keep the values of that training. To give them their pretrained values, "
+                "not contain them, so they keep their present, trained values. To give them their pretrained values, "
                 "create the model again (from_pretrained) before load_state",
                 len(left), ", ".join(left[:5]), self._folder,
             )  # fmt: skip

@@ -22,11 +22,12 @@ def fill_from(model: Any, weights: str | os.PathLike, world: World) -> None:
     Collective: every rank must call it. `auto_wrap` calls it if its argument `weights` is given, so that a model too
     large for one rank can be created on the meta device and loaded here.
 
-    Safetensors files, and those of torch.save in its present format (zip), are mapped into memory. From these, each
-    rank reads only its own elements of each parameter, up to 192 elements for a hash and, if the files have checksums,
-    the tensors that it verifies. Other files are read completely, but each rank keeps only its own elements. All values
-    are cast to the dtypes of the model. For a Hugging Face model, the weights are tied first. Its non-persistent
-    buffers, which no file contains, are computed by its `_init_weights` if they are on the meta device.
+    Safetensors files, and files of torch.save in its present format (zip), are mapped into memory. From these, each
+    rank reads only its own elements of each parameter, up to 192 more for a hash by which the ranks compare the
+    parameter and, if the files have checksums, the tensors that it verifies. Other files are read completely, but each
+    rank keeps only its own elements. All values are cast to the dtypes of the model. For a Hugging Face model, the
+    weights are tied first. Its non-persistent buffers, which no file contains, are computed by its `_init_weights` if
+    they are on the meta device.
 
     Args:
         model: the model, not yet sharded. Every tensor on the meta device must get a value. Any other tensor keeps its
@@ -35,8 +36,10 @@ def fill_from(model: Any, weights: str | os.PathLike, world: World) -> None:
         world: the ranks among which each parameter will be divided.
 
     Raises:
-        RuntimeError: on every rank, if the model is already sharded, a rank cannot read the files, a tensor on the meta
-            device has no value, names or shapes do not match, or the files have different values for tied tensors.
+        RuntimeError: on every rank, if the model is already sharded.
+        RuntimeError: on every rank, if a rank cannot read the files.
+        RuntimeError: on every rank, if a tensor on the meta device gets no value, if the files have names or shapes
+            that do not match the model, or if they have different values for tied tensors.
     """
     with world.raising_everywhere(f"auto_wrap: {type(model).__name__} could not be loaded from weights={weights}"):
         if any(isinstance(parameter, DistributedParameter) for parameter in model.parameters()):

@@ -202,7 +202,7 @@ def _overlay(
 
     trained: the tensors of the checkpoint, by name.
     base: the tensors of the base model, by name.
-    tied: the other names of tied parameters, by the name under which a checkpoint contains them.
+    tied: {name under which a checkpoint contains a tied parameter: the parameter's other names}.
     """
     strange = [name for name in trained if name not in base]
     if strange:

@@ -112,17 +112,19 @@ def save_state(
             finds checkpoints of any name; the newest is the one saved last, whatever its name and step.
         add: a function that writes additional files of the checkpoint. It is called on every rank, with the path of an
             empty folder of that rank's own, before `save_state` returns (even with `non_blocking`). The files of all
-            ranks become part of the checkpoint. If several ranks write a file with the same name, that of the lowest
-            rank is saved. A file is not saved if `save_state` itself writes a file with the same name, such as
+            ranks become part of the checkpoint. If several ranks write files with the same name, only the file of the
+            lowest rank is saved. A file is not saved if `save_state` itself writes a file with the same name, such as
             config.json. The exception is manifest.json: saving fails if `add` writes a file with this name.
 
     Returns:
         A `SavingState`, whose `folder` is the checkpoint's folder.
 
     Raises:
-        RuntimeError: on every rank, if saving fails on one rank, if `step`, `keep`, `trained_only`, `non_blocking`,
-            `name`, or the number of optimizers or schedulers differs between ranks, if only some ranks pass `add`, or
-            if the previous save to `folder`, with `non_blocking`, failed. Earlier checkpoints are not changed.
+        RuntimeError: on every rank, if saving fails on one rank.
+        RuntimeError: on every rank, if `step`, `keep`, `trained_only`, `non_blocking`, `name`, or the number of
+            optimizers or schedulers differs between ranks, or if only some ranks pass `add`.
+        RuntimeError: on every rank, if the previous save to `folder`, with `non_blocking`, failed. Earlier checkpoints
+            are not changed in any of these cases.
         TypeError, ValueError: an argument has the wrong type or value.
 
     Example::
@@ -357,7 +359,8 @@ class _Job:
             checkpoint, or by 1 if there is none.
         name: the name of the checkpoint's folder, or None for checkpoint-`step`.
         adds: whether every rank calls a user's function that writes additional files (`add` of `save_state`).
-        number: the checkpoint's place in the order of saving: one more than that of the newest intact checkpoint.
+        number: the checkpoint's place in the order of saving: one more than the number of the newest intact checkpoint,
+            or 1 if there is none. 0 before `begin`.
         staged: the unique name of the temporary folder; "" before rank 0 has created the folder.
         published: on rank 0, whether the checkpoint has its final name, and so is complete; False on other ranks.
     """
@@ -430,7 +433,7 @@ class _Job:
         """Write this rank's elements, and complete the checkpoint: rank 0 renames the temporary folder into place.
 
         Collective: every rank must call it. Returns a message with the errors of all ranks, or None if the checkpoint
-        is complete. Errors in deleting older checkpoints after that are only logged.
+        is complete. Rank 0 then deletes older checkpoints; if this fails, it only logs a warning.
 
         write: a function without arguments that writes the elements, and returns the offset, size and checksum of each
             written chunk, by file name.

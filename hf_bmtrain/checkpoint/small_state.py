@@ -48,8 +48,9 @@ def collect_own(
 
     `collect` then adds the random generators and `extra` of the other ranks, buffers, and the state of features.
 
-    Collective: every rank must call it, because an OptimManager ends its previous training step here. If that step was
-    skipped because of inf or nan, the ranks exchange messages to find which gradient was inf or nan.
+    Collective: every rank must call it, because an OptimManager first completes its previous step here: it finds out
+    whether the step was skipped because of inf or nan. If so, the ranks exchange messages to find which gradient was
+    inf or nan.
 
     This function calls user code, such as a scheduler's `state_dict`, which may raise an error on one rank only. So the
     caller must exchange errors between the ranks before it calls `collect`.
@@ -174,7 +175,7 @@ def restore(
     """Load schedulers, loss scale, extra state of modules, and this rank's own buffer values from `state.pt`.
 
     Other state in this file (of optimizers, features and random generators) is not loaded here. Collective: every rank
-    must call it, because an OptimManager ends its previous training step here.
+    must call it, because an OptimManager first completes its previous step, as in `collect_own`.
 
     Extra state and buffer values are loaded only if `buffers` is set. In this case, the caller must already have given
     every persistent buffer the value that it had on rank 0 when the checkpoint was saved. If a buffer had a different
@@ -191,7 +192,7 @@ def restore(
             False leaves the model unchanged.
 
     Returns:
-        The `extra` that this rank passed to `save_state` or, if the number of ranks is not the same, that of rank 0.
+        The `extra` that this rank passed to `save_state`. If the number of ranks has changed, the `extra` of rank 0.
     """
     if isinstance(optimizer, OptimManager):
         optimizer.load_own_state(state["manager"])

@@ -94,9 +94,9 @@ def save(model: torch.nn.Module, file_name: str | os.PathLike, non_blocking: boo
         same file again.
 
     Raises:
-        RuntimeError: on every rank, if `non_blocking` differs between ranks, or if the file cannot be written. If
-            `file_name` existed before, it is not changed. With `non_blocking`, if the file cannot be written, only
-            `Saving.wait` on rank 0 raises the error.
+        RuntimeError: on every rank, if `non_blocking` differs between ranks.
+        RuntimeError: on every rank, if the file cannot be written. If `file_name` existed before, it is not changed.
+            With `non_blocking`, only `Saving.wait` on rank 0 raises this error.
         TypeError, ValueError: an argument has the wrong type, or the file name is empty.
 
     Example::
@@ -141,9 +141,10 @@ def load(model: torch.nn.Module, file_name: str | os.PathLike, strict: bool = Tr
         `unexpected_keys` (not in the model).
 
     Raises:
-        RuntimeError: on every rank, if `strict` differs between ranks, if the file cannot be read or is damaged, or if
-            its shapes (or, with `strict`, its names) do not match the model. In the last case, the error lists what
-            does not match, and matching tensors may have been loaded before it. From a damaged file, nothing is loaded.
+        RuntimeError: on every rank, if `strict` differs between ranks.
+        RuntimeError: on every rank, if the file cannot be read or is damaged. Nothing is loaded then.
+        RuntimeError: on every rank, if shapes in the file (or, with `strict`, names) do not match the model. The error
+            lists what does not match. Matching tensors may have been loaded before the error.
         TypeError, ValueError: an argument has the wrong type, or the file name is empty.
     """
     world = current_world()

@@ -68,9 +68,9 @@ class OwnGradients(Observer):
     def end(self) -> None:
         """Record that the owner (the object whose steps are counted) has made a step. Called at the end of each step.
 
-        Until the next call, `found` returns the results of the step that has just ended. The checks end with the 17th
-        call, which drops the results, and not with the 16th: an OptimManager may notice only during step 17 that step
-        16 was skipped, and then reads the results of step 16.
+        Until the next call, `found` returns the results of the step that this call records. The 17th call ends the
+        checks and drops the results. The 16th call does neither, because an OptimManager may notice only during step 17
+        that step 16 was skipped. It then reads the results of step 16.
         """
         self._last, self._arriving = self._arriving, []
         self.steps -= 1
@@ -84,10 +84,10 @@ class OwnGradients(Observer):
         """Return which of this rank's gradients had inf or nan elements in the last step.
 
         Returns:
-            {(number of the flat buffer, index of the parameter in this buffer): position of the gradient among those
-            that this rank computed in backward, from 0}. If the parameter had several gradients, such as those of
-            several backwards, the position is that of the first gradient with inf or nan. A flat buffer is a 1-D tensor
-            that contains parameters, such as those of a layer, one after another.
+            {(number of the flat buffer, index of the parameter in this buffer): position, from 0, of the parameter's
+            gradient among all gradients that this rank computed in backward}. A flat buffer is a 1-D tensor that
+            contains parameters, such as those of a layer, one after another. If the parameter had several gradients,
+            for example from several backwards, the position is that of the first gradient with inf or nan.
         """
         if not self._last:
             return {}
@@ -175,9 +175,9 @@ class _Bad:
     """A gradient that has inf or nan elements.
 
     Attributes:
-        place: (number of the model, position of the parameter in the model, position of the parameter among those of
-            all optimizers). If the parameter's place in a model is unknown, the first two are the number of its flat
-            buffer (0 if it is not sharded) and 0. Backward reaches parameters with a higher place earlier.
+        place: (number of the model, position of the parameter in the model, position of the parameter among the
+            parameters of all optimizers). If the parameter's model is unknown, the first item is the number of its flat
+            buffer (0 if it is not sharded), and the second is 0. Backward reaches parameters with a higher place first.
         block: the name of the parameter's block (transformer layer), or "" for a parameter outside the blocks.
         name: the parameter's name.
         numel: the number of elements of the full parameter or, if `tp_size` splits it over ranks, of the whole tensor.
@@ -209,9 +209,10 @@ def explain(
 ) -> str | None:
     """Explain which gradients of a skipped step were inf or nan, and which ranks computed them.
 
-    Collective: every rank must call it. The message names only the gradients of the block (transformer layer) that
-    backward reached first, because inf and nan spread from there to the blocks that backward reaches later. If backward
-    first reached a parameter outside the blocks, the message names only that parameter's gradient.
+    Collective: every rank must call it, because the ranks exchange their counts and the results of their checks. The
+    message names only the bad gradients of one block (transformer layer): the first that backward reached. From there,
+    inf and nan spread to the blocks that backward reaches later. If backward first reached a parameter outside the
+    blocks, the message names only that parameter's gradient.
 
     Args:
         parameters: the parameters of all optimizers.
@@ -248,8 +249,9 @@ def explain(
 def _by_shard(counts: torch.Tensor, numbers: Sequence[int]) -> torch.Tensor:
     """Combine the ranks' counts, for example of nan elements, into one row for each shard.
 
-    A shard is the part of the parameters that one rank stores. Ranks of different hosts may store the same shard, so
-    their counts must not be added. Returns the counts, of shape (shards, ...); -1 where no rank knows the count.
+    A shard is the part of the parameters that one rank stores. Ranks of different hosts may store the same shard. Their
+    counts are not added: each is either the count for the shard or -1 (unknown), so the largest is taken. Returns the
+    counts, of shape (shards, ...); -1 where no rank knows the count.
 
     counts: the counts from each rank, (ranks, ...); -1 where unknown.
     numbers: for each rank, the index of the shard that it stores.
@@ -296,7 +298,7 @@ def _describe(bad: Sequence[_Bad], present: int, watched: bool, size: int) -> st
     parameter outside the blocks, only its gradient is named.
 
     bad: the gradients that had inf or nan elements; at least one.
-    present: the number of gradients whose elements could be counted.
+    present: the number of gradients whose elements could be counted; if there are none, the number of all parameters.
     watched: whether any rank checked its own gradients.
     size: the number of ranks.
     """

@@ -67,8 +67,8 @@ def meet(rank: int, size: int, timeout: timedelta, init_method: str) -> TCPStore
         and returns None.
 
     Raises:
-        RuntimeError: a rank did not arrive within `timeout`, or rank 0 cannot open the store. The error names the
-            missing ranks, or the address of the store.
+        RuntimeError: a rank did not arrive within `timeout`. The error names the missing ranks.
+        RuntimeError: this is rank 0, and it cannot open the store. The error gives the address of the store.
     """
     place = _place(init_method)
     if place is None:
@@ -133,7 +133,7 @@ def _come(place: tuple[str, int], rank: int, size: int, end: float) -> TCPStore:
     place: the host and port of the store.
     rank: this process's rank.
     size: the number of ranks.
-    end: the time, on the clock of `time.monotonic()`, at which to give up if the store cannot be opened.
+    end: the time, on the clock of `time.monotonic()`, until which to try to open the store.
     """
     serves = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     if not serves:
@@ -163,9 +163,9 @@ def _wait_for_server(place: tuple[str, int], end: float) -> None:
 
 
 def _wait_for_all(store: TCPStore, end: float) -> list[int] | None:
-    """Wait until every rank has arrived in `init_distributed`, a rank has given up, or the time `end` is reached.
+    """Wait until all ranks have arrived in `init_distributed`, the timeout of a rank expires, or `end` is reached.
 
-    Returns [] if all ranks have arrived, the list of missing ranks if a rank has given up, and otherwise None.
+    Returns [] if all ranks have arrived, the list of missing ranks if a rank's timeout has expired, and otherwise None.
     This function polls, because `TCPStore.wait` logs a warning at the end of its timeout.
 
     store: the store in which each rank records that it has arrived.
@@ -179,10 +179,10 @@ def _wait_for_all(store: TCPStore, end: float) -> list[int] | None:
 
 
 def _give_up(store: TCPStore, size: int) -> list[int]:
-    """Give up waiting for other ranks in `init_distributed`, and return the list of missing ranks.
+    """Return the list of missing ranks when this rank's timeout in `init_distributed` has expired.
 
-    The list is written to the store, so that all ranks give up. If another rank has already given up, the list that the
-    other rank has written is returned. If all ranks have just arrived, [] is returned.
+    The list is written to the store, so that all other ranks stop waiting too. If another rank has already written a
+    list, that list is returned. If all ranks have just arrived, [] is returned.
 
     store: the store in which each rank records that it has arrived.
     size: the number of ranks.
@@ -193,8 +193,8 @@ def _give_up(store: TCPStore, size: int) -> list[int]:
 def _ranks_of(shown: bytes) -> list[int]:
     """Return the ranks that are missing in `init_distributed`, from the value of the key "all" in the TCPStore.
 
-    shown: the value. It is b"met" if all ranks have arrived; the result is then []. Otherwise a rank has given up
-        waiting, and the value lists the missing ranks, such as b"1 3".
+    shown: the value. It is b"met" if all ranks have arrived; the result is then []. If the timeout of a rank has
+        expired, the value lists the missing ranks, such as b"1 3".
     """
     return [] if shown.decode() == _MET else [int(rank) for rank in shown.decode().split()]
 

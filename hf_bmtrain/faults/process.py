@@ -146,8 +146,8 @@ def _report_exceptions(watch: Watch, rank: int) -> Callable[[], None]:
             return
         problem = watch.problem
         # If every rank must stop, `problem` is the reason. An error that was raised for this reason quotes `problem`.
-        # Any other error is a separate failure, and is reported instead of `problem`. This is not so for
-        # KeyboardInterrupt: the user presses Ctrl-C to end a wait that `problem` has caused, so report `problem`.
+        # Any other error is a separate failure, and is reported instead of `problem`, unless it is KeyboardInterrupt.
+        # The user presses Ctrl-C to end a wait that `problem` has caused, so report `problem` then.
         if problem is not None and not interrupted and problem not in str(error):
             problem = None
         if problem is None and isinstance(error, RuntimeError):
@@ -168,6 +168,8 @@ def _report_exceptions(watch: Watch, rank: int) -> Callable[[], None]:
         if first is not None and first[1].interrupted:
             problem = f"rank {first[0]} {first[1].ended}."
         raised = traceback.format_exception_only(kind, error)[0].strip()
+        if isinstance(error, SyntaxError):  # for which the first line is the place, not the error
+            raised = f"{kind.__name__}: {error}"
         summary = problem or raised
         watch.end(f"raised {summary}{at}" if problem is None else f"ended{at}: {summary}")
         if first is not None or problem is not None:
@@ -252,13 +254,13 @@ class Exits:
 
     def _noted(self, leave: Callable[[Any], Any], name: str) -> Callable[..., Any]:
         @functools.wraps(leave)
-        def noted(status: Any = None) -> None:
+        def noted(code: Any = None) -> None:  # `exit` and `quit` accept it as `code`
             # Do not record sys.exit in a forked child or in another thread, because it does not end this rank.
             if os.getpid() == self._pid and threading.current_thread() is threading.main_thread():
-                shown = "" if status is None else f"{status!r:.60}"
+                shown = "" if code is None else f"{code!r:.60}"
                 self.last = f"{name}({shown}) at {line_now()}".removesuffix(" at ")
-                self.code = status & 0xFF if isinstance(status, int) else int(status is not None)
-            leave(status)
+                self.code = code & 0xFF if isinstance(code, int) else int(code is not None)
+            leave(code)
 
         return noted
 
@@ -281,7 +283,7 @@ def _leave(world: World, watch: Watch, opened: Sequence[Communicator], joined: b
     joined: whether torch's process group existed before `init_distributed`. If so, it is not destroyed here.
     exits: the recorded last call of `sys.exit`, which gives the message and the exit code.
     """
-    # accelerator.end_training() destroys the process group. The ranks can then not wait for each other.
+    # Do not wait if the process group was destroyed, as by accelerator.end_training(): waiting needs the group.
     failed = getattr(sys, "last_value", None) is not None or not dist.is_initialized()
     problem = None
     watch.end(f"has left the program; its last exit call was {exits.last}" if exits.last else "has left the program")

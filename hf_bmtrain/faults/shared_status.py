@@ -104,13 +104,13 @@ class SharedStatus:
         A collective log lists the operations that this rank has issued on one communicator. After this call, the log
         compares each new operation, before it is issued, with the logs of two neighbours: the previous and the next
         rank of this host that use the communicator (the last and the first rank are neighbours too). If the logs
-        differ, RuntimeError is raised. Two neighbours are enough, because if the logs of any ranks differ, those of two
-        adjacent ranks do.
+        differ, RuntimeError is raised. Two neighbours are enough: if the logs of any two ranks differ, then the logs of
+        some two adjacent ranks differ too.
 
         Every rank must add its logs in the same order. At the time of this call, the log must have the same entries on
-        all ranks that use the communicator. Only the first 8 logs are shared. Calls for further logs do nothing, and so
-        do all calls if there is no shared memory. Differences in logs that are not shared are found only when the ranks
-        send each other their last operations.
+        all ranks that use the communicator. Only the first 8 logs are shared: calls for further logs do nothing. If
+        there is no shared memory, no call does anything. Differences in logs that are not shared are found only when
+        the ranks send each other their last operations.
         """
         number, self._collective_logs = self._collective_logs, self._collective_logs + 1
         if self._pages and number < _JOURNALS:

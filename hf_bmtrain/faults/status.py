@@ -62,10 +62,9 @@ class Status:
         since: the time at which the program reached `place`.
         waits: what the rank waits for: an operation with other ranks, such as a collective, or "its device". "" if it
             does not wait.
-        waits_since: if the rank waits, the time since which it has made no progress. While it waits for other ranks,
-            this is the time at which it began to wait, or at which it last issued an operation, whichever is later.
-            While it waits for its device, this is `moved`. If the rank does not wait, it is the time of the last
-            update.
+        waits_since: the time since which the rank has made no progress. While it waits for other ranks: the time at
+            which it began to wait, or at which it last issued an operation, whichever is later. While it waits for its
+            device: the same as `moved`. While it does not wait: the time of the last update.
         watched_since: the time from which this status has been updated without a gap. In a gap, the process was
             suspended, or native code held the GIL, so it is unknown what the rank waited for.
         task: what the rank is doing, if it is one of the slow tasks in `_TASKS`, or "".

@@ -74,8 +74,8 @@ class Watch(Monitor):
         self._warning: str | None = None  # the last warning in the present wait
         self._stopped = threading.Event()
         self._since = time.monotonic()  # the time of the last change of `_seen`
-        # (own, theirs): the numbers of operations that this rank and the next rank, (rank + 1) % size, have issued, one
-        # number for each communicator. The values are those at the last change that `_crossed` saw.
+        # (own, theirs): how many operations this rank and the next rank, (rank + 1) % size, had issued on each
+        # communicator when `_crossed` was last called.
         self._seen: tuple[list[int], list[int]] = [], []
         self._own_counts: list[int] = []  # this rank's counts of operations, as in `_seen`, at the last `_observe`
         self._program = threading.get_ident()  # the thread that trains, which need not be the main one
@@ -216,8 +216,8 @@ class Watch(Monitor):
         * None, if another rank has ended with an exception. That rank is the cause, and `raised_before` returns it;
         * a message that names the ranks that can no longer join operations, for example because their processes have
           ended;
-        * the last warning about missing ranks, if this rank had waited long enough for one before the operation failed
-          (all waiting ranks keep the text of such a warning, but only one of them logs it);
+        * the last warning about missing ranks, if this rank had waited long enough for a warning before the operation
+          failed (every waiting rank stores the text of the warning, but only one of them logs it);
         * None, if the cause is unknown.
         """
         warning = self._warning
@@ -278,8 +278,8 @@ class Watch(Monitor):
                 if problem is not None:
                     self.status.blamed = theirs.blamed
                     return problem
-        # At the end of the program and after destroy_process_group(), rank 0 may end first, and its store with it. This
-        # is not a problem.
+        # A lost store is a problem only while the program runs and the process group exists. Later, rank 0 may end
+        # before this rank, and its store ends with it.
         if self._board.lost and not self.status.ended and dist.is_initialized():
             served = "'s launcher" if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" else ""
             return (
@@ -443,8 +443,8 @@ class Watch(Monitor):
             return f"{text} The timeout of init_distributed, {self._control.timeout:.0f} s, has expired."
         others = [status for rank, status in ranks.items() if rank != self._rank]
         # Collective logs do not contain operations of torch.distributed, so `compare` cannot find out whether another
-        # rank will join this operation. A rank that still runs may join it. So give up only if all other ranks have
-        # ended.
+        # rank will join this operation. A rank that still runs may join it. So stop all ranks only if every other
+        # rank has ended.
         if self.status.waits.startswith("torch.distributed.") and all(
             status.ended and status.waits == repr(EXIT) for status in others
         ):
@@ -653,7 +653,7 @@ class Watch(Monitor):
         """Return the error message for ranks that issued different operations.
 
         places: a description of each rank's operation, by rank.
-        what: a clause that says at which operation the ranks differ.
+        what: a sentence that says how the operations differ, such as "Each waits for the other".
         """
         self.status.look(self._program)
         self._show()

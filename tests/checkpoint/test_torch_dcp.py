@@ -54,12 +54,12 @@ def test_groups_are_those_that_were_saved():
         saved = state((0.1, ["0.weight", "1.weight"]), (0.2, ["0.bias", "1.bias"])).state_dict()
         with pytest.raises(
             ValueError,
-            match=r"the saved SGD have 2, 2 parameters, but those of this optimizer have 1, 3\. .* in group 0, 1 ",
+            match=r"groups have 2, 2 parameters, and those of this optimizer have 1, 3\. .* in group 0, 1 ",
         ):
             state((0.1, ["0.weight"]), (0.2, ["1.weight", "0.bias", "1.bias"])).load_state_dict(saved)
         with pytest.raises(
             ValueError,
-            match=r"the saved SGD have 2, 2 parameters, but those of this optimizer have 4\. .* in group 0, 1 ",
+            match=r"groups have 2, 2 parameters, and those of this optimizer have 4\. .* in group 0, 1 ",
         ):
             state((0.1, ["0.weight", "1.weight", "0.bias", "1.bias"])).load_state_dict(saved)
 

@@ -37,7 +37,7 @@ def raised():
     raise SystemExit(6)
 
 def by_name():
-    exit(7)  # there
+    exit(code=7)  # there
 
 def in_fork():
     if os.fork() == 0:
@@ -121,6 +121,17 @@ def test_a_forked_child_does_not_end_its_rank(capfd):
     assert sys.excepthook is before and not watch.mock_calls
     told = capfd.readouterr().err
     assert "ValueError: in the child" in told and "other ranks" not in told
+
+
+def test_a_syntax_error_is_named():
+    watch = mock.Mock(problem=None, **{"raised_before.return_value": None, "status.blamed": []})
+    restore = install(mock.Mock(), watch, [], False)
+    try:
+        compile("a =", "settings.py", "exec")
+    except SyntaxError as error:
+        sys.excepthook(SyntaxError, error, None)
+    restore()
+    assert watch.end.call_args.args[0].startswith("raised SyntaxError: invalid syntax (settings.py, line 1)")
 
 
 def test_a_working_directory_that_is_gone(tmp_path, monkeypatch):

@@ -32,7 +32,7 @@ class KeepsDtype(OnlyWhileSharded):
         if replaced:
             _log_once(
                 "Sharded adapters keep their dtype (%s) when PEFT loads an adapter, although PEFT would make them "
-                "float32. To train float32 adapters, create them without autocast_adapter_dtype=False before auto_wrap",
+                "float32. To train float32 adapters, create them before auto_wrap without autocast_adapter_dtype=False",
                 replaced[0].sharded.dtype,
             )
 

@@ -15,8 +15,8 @@ s x [hi, lo, hi]ᵀ = [p, q, p] in float32, where p + q = s x Pᵀ. Then, with h
     u [hi, lo, hi, hi]                  is the product of u with the factor of the other matrix Q. It equals (p + q) Q
                                         up to a relative error of 2⁻¹⁷.
 
-The first three quarters of u sum to p + q, so a gradient is the sum of the products with these three. y and dx are
-therefore as exact as PEFT's in float32. dA and dB have an error of 2⁻¹⁷ of their norm (measured: 4.5e-6; PEFT 4e-7;
+The first three quarters of u sum to p + q, so dA and dB are each the sum of three products, one per quarter. y and dx
+are as exact as PEFT's in float32. dA and dB have an error of 2⁻¹⁷ of their norm (measured: 4.5e-6; PEFT 4e-7;
 a single rounding to bfloat16 1.7e-3).
 """
 

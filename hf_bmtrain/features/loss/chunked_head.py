@@ -39,8 +39,8 @@ def fuse_causal_loss(model: torch.nn.Module) -> bool:
     example by `resize_token_embeddings`. If that is impossible with the new head, the log gives the reason.
 
     Args:
-        model: a model whose forward takes `labels`, and whose `get_output_embeddings()` is a plain `torch.nn.Linear`
-            without hooks. It is changed in place, before or after `auto_wrap`.
+        model: a model whose forward takes `labels`, and whose `get_output_embeddings()` returns a plain
+            `torch.nn.Linear` without hooks. It is changed in place, before or after `auto_wrap`.
 
     Returns:
         True if the loss is now computed in chunks. False if that is impossible; the model is then unchanged, and the
@@ -117,9 +117,10 @@ def _unless_born(operation: Any) -> Any:
 class UnbornLogits:
     """A placeholder for logits: `head(hidden) * scale`, or with a softcap `cap * tanh(head(hidden) * scale)`.
 
-    torch's functions accept it in place of a tensor. cross_entropy computes the loss in chunks. Scaling, tanh,
-    reshaping and slicing of rows return a new UnbornLogits. Any other operation computes the full logits. From then on,
-    every operation on this object is done on these full logits, so that it sees in-place changes of them.
+    torch's functions accept it in place of a tensor. cross_entropy computes the loss in chunks. Scaling, tanh, casts to
+    float32, reshaping and slicing of rows return another UnbornLogits. The shape, dtype and device are known without
+    logits. Any other operation computes the full logits. From then on, every operation on this object is done on these
+    full logits, so that it sees in-place changes of them.
 
     Args:
         head: the model's output layer, a ChunkedHead.
@@ -137,7 +138,7 @@ class UnbornLogits:
         self._head, self._linear, self._hidden, self._scale, self._cap = head, linear, hidden, scale, cap
         self.dtype = dtype or hidden.dtype
         self._full: torch.Tensor | None = None  # the full logits, once they have been computed
-        self._shared = False  # whether other placeholders represent logits in the same memory
+        self._shared = False  # whether other placeholders represent logits that would share memory with these
 
     def _view(self, hidden: torch.Tensor) -> UnbornLogits:
         """Return a placeholder for a view of these logits. hidden: the hidden states of the rows in this view."""
@@ -153,16 +154,17 @@ class UnbornLogits:
     def _born(self, asked: str) -> torch.Tensor:
         """Return the full logits, because the model applies an operation that the placeholder does not support.
 
-        Raises NotImplementedError if the operation modifies the logits in place, and placeholders for views of them,
-        which would not change, were returned before.
+        Raises NotImplementedError if the operation modifies the logits in place and another placeholder represents
+        logits in the same memory (see `_view`). These other logits should change too, but would not.
 
         asked: the name of this operation. It is logged only the first time that full logits are computed.
         """
-        in_place = asked == "__setitem__" or (asked.endswith("_") and not asked.endswith("__"))
+        in_place = asked in _IN_PLACE or (asked.endswith("_") and not asked.endswith("__"))
         if in_place and self._shared:
             raise NotImplementedError(
                 f"fuse_causal_loss: the model changes its logits in place ({asked}) after it has reshaped or sliced "
-                "them. Let it change them before that, or a copy of them, or do not call fuse_causal_loss."
+                "them. Change the model so that it modifies its logits before it reshapes or slices them, or modifies "
+                "a copy of them. Otherwise, do not call fuse_causal_loss."
             )
         if self._full is not None:
             return self._full
@@ -249,13 +251,25 @@ class UnbornLogits:
             return self._born("a quotient") / other
         return self * (1 / float(other))
 
+    def __imul__(self, other):
+        if self._full is None and not self._shared and isinstance(other, numbers.Real) and float(other) > 0:
+            vars(self).update(vars(self * other))  # in place, because other names may refer to this object
+            return self
+        return self._born("__imul__").__imul__(other)
+
+    def __itruediv__(self, other):
+        if self._full is None and not self._shared and isinstance(other, numbers.Real) and float(other) > 0:
+            return self.__imul__(1 / float(other))
+        return self._born("__itruediv__").__itruediv__(other)
+
     @_unless_born
     def tanh(self):
         return self._but(cap=1.0) if self._cap is None else self._born("tanh").tanh()
 
     @_unless_born
     def float(self):
-        # The loss is computed in float32 anyway, but another operation on the logits must have this dtype.
+        # This does not affect the chunked loss, which is computed in float32 anyway. But if another operation computes
+        # the full logits, they must have this dtype.
         return self if self.dtype == torch.float32 else self._but(dtype=torch.float32)
 
     @_unless_born
@@ -269,13 +283,15 @@ class UnbornLogits:
         return self._born("to").to(*args, **kwargs)
 
     @_unless_born
-    def view(self, *shape):
-        shape = tuple(shape[0]) if len(shape) == 1 and not isinstance(shape[0], int) else shape
-        if len(shape) < 2 or shape[-1] != self.shape[-1]:
-            return self._born("view").view(*shape)
-        return self._view(self._hidden.reshape(*shape[:-1], self._hidden.shape[-1]))
+    def view(self, *shape, **named):
+        sizes = tuple(shape[0]) if len(shape) == 1 and isinstance(shape[0], (tuple, list)) else shape
+        if named or len(sizes) < 2 or sizes[-1] != self.shape[-1]:
+            return self._born("view").view(*shape, **named)
+        return self._view(self._hidden.reshape(*sizes[:-1], self._hidden.shape[-1]))
 
-    reshape = view
+    @_unless_born
+    def reshape(self, *shape, **named):
+        return self._born("reshape").reshape(**named) if named else self.view(*shape)
 
     @_unless_born
     def __getitem__(self, index):
@@ -296,6 +312,10 @@ class UnbornLogits:
         return self._hidden.dim()
 
     @property
+    def ndim(self) -> int:
+        return self._hidden.dim()
+
+    @property
     def device(self) -> torch.device:
         return self._hidden.device
 
@@ -305,13 +325,16 @@ class UnbornLogits:
         return getattr(self._born(name), name)
 
 
+_IN_PLACE = {f"__{name}__" for name in ("setitem", "iadd", "isub", "imul", "itruediv", "ipow", "ifloordiv", "imod")}
+
+
 def _operator(name: str):
     return lambda self, *others: getattr(self._born(name), name)(*others)
 
 
 _OPERATORS = (
     "add radd sub rsub neg pos abs pow rpow matmul rmatmul rtruediv floordiv rfloordiv mod rmod lt le gt ge eq ne iter "
-    "len bool setitem"
+    "len bool setitem iadd isub ipow ifloordiv imod"
 )
 for _name in _OPERATORS.split():
     setattr(UnbornLogits, f"__{_name}__", _operator(f"__{_name}__"))
@@ -342,8 +365,9 @@ def _why_not(model: torch.nn.Module, head: Any) -> str | None:
 def _convert(head: Any) -> None:
     """Make a model's output layer a ChunkedHead, unless it is one already.
 
-    A sharded layer gets the same class as a layer that is converted before it is sharded. Deep copies and pickles of
-    the layer, whose class is the one that `own_class` returns, are therefore ChunkedHeads, too.
+    A sharded layer gets the same class as if it had been converted first and sharded afterwards: the sharded class
+    extends the ChunkedHead. Deep copies and pickles lose only the sharded class (see `own_class`), so they are
+    ChunkedHeads, too.
     """
     if isinstance(head, DistributedModule) and not isinstance(head, ChunkedHead):
         schedule = head._schedule
@@ -380,6 +404,8 @@ def _disarm(model: Any, args: tuple, kwargs: dict, output: Any) -> Any:
     if _ARMED in getattr(head, "__dict__", ()):
         head._bmt_armed = False
     if isinstance(output, tuple):
+        if hasattr(output, "_make"):  # a named tuple keeps its length, with None in place of logits
+            return output._make(None if isinstance(value, UnbornLogits) else value for value in output)
         return type(output)(value for value in output if not isinstance(value, UnbornLogits))
     if isinstance(output, dict):  # a ModelOutput: rebuild it without UnbornLogits, so that their fields are None
         return type(output)(**{key: value for key, value in output.items() if not isinstance(value, UnbornLogits)})

@@ -60,9 +60,10 @@ class Criterion:
             classes: the number of classes.
 
         Raises:
-            ValueError: the targets are not integers; the number of class weights is not `classes`; or, on the CPU, a
-                target is neither a class nor `ignore_index`. (On CUDA, targets are not checked, because the
-                check would synchronize.)
+            ValueError: the targets are not integers.
+            ValueError: the number of class weights is not `classes`.
+            ValueError: a target on the CPU is neither a class nor `ignore_index`. (On CUDA, this is not checked,
+                because the check would synchronize.)
         """
         if targets.dtype.is_floating_point or targets.dtype.is_complex or targets.dtype == torch.bool:
             raise ValueError(f"targets must be class indices of an integer dtype, got {targets.dtype}")
@@ -144,7 +145,9 @@ def criterion(
             targets that are not ignored or, with class weights, by the sum of these targets' weights.
 
     Raises:
-        TypeError, ValueError: a setting has a wrong type or is out of range.
+        TypeError: a setting has a wrong type.
+        ValueError: a setting is out of range.
+        ValueError: `num_items` is given, but `reduction` is not "mean".
     """
     if class_weight is not None:
         expect_tensor("the class weights (weight, class_weight)", class_weight)

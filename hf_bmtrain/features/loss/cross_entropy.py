@@ -16,8 +16,8 @@ from torch import Tensor
 from ...engine.base.arguments import expect, expect_number
 from ...engine.base.launch import C_NAMES, Variant, kernel, shared_memory_limit
 
-SCRATCH = 640  # bytes of shared memory beside the row's copy; must equal 16 * SCRATCH (40) of kernels/cross_entropy.cu
-SHARE = 72 << 10  # maximum bytes of a row per thread block, so that three thread blocks fit in the 227 KiB of an SM
+SCRATCH = 640  # bytes of shared memory beside the copied row: 16 * 40, where 40 is SCRATCH in kernels/cross_entropy.cu
+SHARE = 72 << 10  # maximum bytes of a row per thread block: three thread blocks fit in an SM's 227 KiB of shared memory
 BYTES_A_THREAD = 256  # bytes of a row per thread, which loads sixteen 16-byte vectors concurrently
 # 16-byte vectors of a row per thread block, for kernels that copy no row to shared memory (gradient, rescale)
 PART_VECTORS = 2048
@@ -108,8 +108,8 @@ class CrossEntropy:
         logits         (N, V) float32, float16 or bfloat16; rows contiguous, any row stride and alignment
         targets        (N,) int64
         lses           (N,) float32: the logsumexp of each row, as `losses` returns it
-        scale          (1,) or (N,) float32: the factor of each row's loss. For a mean this is 1 / number of targets,
-                       times the loss scale. For float16 it must include the loss scale, or the gradient underflows.
+        scale          (1,) or (N,) float32: the factor of each row's loss. For a mean, this is the loss scale
+                       divided by the number of targets. Without the loss scale, float16 gradients would underflow.
     """
 
     ignore_index: int = -100

@@ -31,8 +31,8 @@ class FusedCrossEntropy(torch.nn.Module):
         label_smoothing: the weight, in [0, 1], of the uniform distribution over all classes in each target.
         parallel: whether the classes are split over a tensor-parallel group (`tp_size` of `init_distributed`), so that
             each rank has the logits of only its classes. In this case, the forward is collective: every rank must call
-            it, because it sums over the classes of all ranks of the group. Not supported together with `weight`,
-            `inplace`, `z_loss` or `softcap`.
+            it, because it sums over the classes of all ranks of the group. It uses torch's operations instead of the
+            fused kernels. Not supported together with `weight`, `inplace`, `z_loss` or `softcap`.
         inplace: whether to overwrite the logits with their gradient, which saves a tensor of their size. For a mean or
             sum of bfloat16 or float32 logits, the gradient is written in forward, by the kernel that computes the
             losses; otherwise it is written in backward. Do not read the logits after the call. Autograd raises an error
@@ -43,8 +43,11 @@ class FusedCrossEntropy(torch.nn.Module):
 
     Raises:
         TypeError: an argument has a wrong type.
-        ValueError: the reduction is unknown, label smoothing is outside [0, 1], z_loss or softcap is negative, weight
-            is not 1-D, or `parallel` is set with an argument that it does not support.
+        ValueError: the reduction is unknown.
+        ValueError: label smoothing is outside [0, 1].
+        ValueError: z_loss or softcap is negative or not finite.
+        ValueError: weight is not 1-D.
+        ValueError: `parallel` is set together with an argument that it does not support.
     """
 
     weight: Tensor | None
@@ -100,9 +103,12 @@ class FusedCrossEntropy(torch.nn.Module):
 
         Raises:
             TypeError: an argument has a wrong type.
-            ValueError: a shape or dtype is wrong or, on the CPU, a target is out of range. (On CUDA, targets are not
-                checked, because the check would synchronize.)
-            RuntimeError: in backward, for create_graph=True; with `inplace` also for a second backward.
+            ValueError: a shape or dtype is wrong.
+            ValueError: a target on the CPU is out of range. (On CUDA, this is not checked, because the check would
+                synchronize.)
+            ValueError: `inplace` is set, and the logits are a leaf that requires a gradient, or a view of one.
+            RuntimeError: in backward, if create_graph=True.
+            RuntimeError: in a second backward, if `inplace` is set.
         """
         if self.parallel:
             return parallel_cross_entropy(
@@ -114,7 +120,7 @@ class FusedCrossEntropy(torch.nn.Module):
         )  # fmt: skip
 
     def extra_repr(self) -> str:
-        names = ("ignore_index", "reduction", "label_smoothing", "inplace", "z_loss", "softcap")
+        names = ("ignore_index", "reduction", "label_smoothing", "inplace", "parallel", "z_loss", "softcap")
         return ", ".join(f"{name}={getattr(self, name)!r}" for name in names)
 
 
@@ -164,10 +170,12 @@ def cross_entropy(
 
     Raises:
         TypeError: an argument has a wrong type.
-        ValueError: a shape, dtype or setting is wrong, or `inplace` is set and the logits are a leaf of autograd, or a
-            view of one. On the CPU, also if a target is out of range. (On CUDA, targets are not checked, because the
-            check would synchronize.)
-        RuntimeError: in backward, for create_graph=True; with `inplace` also for a second backward.
+        ValueError: a shape, dtype or setting is wrong.
+        ValueError: a target on the CPU is out of range. (On CUDA, this is not checked, because the check would
+            synchronize.)
+        ValueError: `inplace` is set, and the logits are a leaf that requires a gradient, or a view of one.
+        RuntimeError: in backward, if create_graph=True.
+        RuntimeError: in a second backward, if `inplace` is set.
     """
     how = criterion(weight, ignore_index, reduction, label_smoothing, z_loss, softcap, num_items_in_batch)
     expect_tensor("logits", logits)

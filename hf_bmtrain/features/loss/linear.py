@@ -41,15 +41,15 @@ def linear_cross_entropy(
 ) -> Tensor:
     """Compute `cross_entropy(hidden @ weight.T + bias, targets)` with at most `chunk_bytes` of logits in memory.
 
-    The forward computes the gradients, chunk by chunk; the backward multiplies them by the incoming gradient. The
-    weight's gradient is summed over chunks in float32. With reduction "none", the incoming gradient has a value per
-    row, so the backward computes the logits again. Gradients that are not needed are not computed. Targets are not
-    shifted: `targets[i]` belongs to `hidden[i]`.
+    With reduction "mean" or "sum", the forward computes the gradients, chunk by chunk, and the backward multiplies them
+    by the incoming gradient. With "none", the incoming gradient has a value per row, so the backward computes the
+    logits again, and from them the gradients. The weight's gradient is summed over chunks in float32. Gradients that
+    are not needed are not computed. Targets are not shifted: `targets[i]` belongs to `hidden[i]`.
 
     `weight` and `bias` may be parameters of a sharded model (`model.lm_head.weight`), inside or outside the model's
     forward. In this case, the function is collective: every rank must call it, because it all-gathers these parameters.
-    It reshards them before it returns, unless they were unsharded before the call. Their gradients are averaged over
-    the ranks, like those of all sharded parameters.
+    It reshards them before it returns, unless they were unsharded before the call. With reduction "none", the backward
+    all-gathers them again. Their gradients are averaged over the ranks, like those of all sharded parameters.
 
     Args:
         hidden: (..., H) float16, bfloat16 or float32.
@@ -84,9 +84,11 @@ def linear_cross_entropy(
 
     Raises:
         TypeError: an argument has a wrong type.
-        ValueError: a shape, dtype or setting is wrong or, on the CPU, a target is out of range. (On CUDA, targets are
-            not checked, because the check would synchronize.)
-        RuntimeError: in backward, for create_graph=True, or for a second backward through the same mean or sum.
+        ValueError: a shape, dtype, device or setting is wrong.
+        ValueError: a target on the CPU is out of range. (On CUDA, this is not checked, because the check would
+            synchronize.)
+        RuntimeError: in backward, if create_graph=True.
+        RuntimeError: in a second backward through the same mean or sum.
     """
     how = criterion(class_weight, ignore_index, reduction, label_smoothing, z_loss, softcap, num_items_in_batch)
     _check(hidden, weight, targets, bias)
@@ -177,7 +179,8 @@ class _Work:
             factor = scale if scale.numel() == 1 else scale[start : start + size]
             here.copy_(self.how.rows.losses_and_gradient_(logits, part, factor)[0])
             if more:
-                # The columns of the added classes, whose weights are 0, are NaN where a hidden state is inf or NaN.
+                # Clear the columns of the added classes, which are NaN where a hidden state is inf or NaN. The product
+                # below multiplies them by weights of 0, but NaN * 0 is NaN.
                 products[:, classes:].zero_()
             if d_rows is not None:
                 torch.mm(products, weight, out=d_rows[start : start + size])

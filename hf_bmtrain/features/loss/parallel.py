@@ -35,9 +35,11 @@ def parallel_cross_entropy_func(logits: Tensor, target: Tensor, label_smoothing:
 
     Raises:
         TypeError: `label_smoothing` is not a number.
-        ValueError: `target` is not of an integer dtype, or is not of the shape of `logits` without the last dimension;
-            `label_smoothing` is not in [0, 1]; or, on the CPU, a target is neither a class nor -100.
-        RuntimeError: in backward, for create_graph=True.
+        ValueError: `target` has no integer dtype.
+        ValueError: the shape of `target` is not the shape of `logits` without the last dimension.
+        ValueError: `label_smoothing` is not in [0, 1].
+        ValueError: a target on the CPU is neither a class nor -100.
+        RuntimeError: in backward, if create_graph=True.
     """
     return parallel_cross_entropy(logits, target, -100, "none", label_smoothing, None)
 

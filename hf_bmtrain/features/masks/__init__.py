@@ -122,11 +122,11 @@ class _Forward:
             setattr(_masking(), _FUNCTION, self._valid(self._replaced.pop()))
 
     def _valid(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Return `_original` if `function` is a replacement that a forward has left over, otherwise `function`.
+        """Return `function`, or `_original` if `function` is a replacement whose forward is not running in this thread.
 
-        A replacement is left over if its forward no longer runs. This happens if KeyboardInterrupt ends a forward,
-        because `end` is then not called. It also happens if the forwards of two threads overlap, and the forward that
-        began first also ends first.
+        Such a replacement may have been left over. This happens if KeyboardInterrupt ends a forward, because `end` is
+        then not called. It also happens if the forwards of two threads overlap, and the forward that began first also
+        ends first.
         """
         if isinstance(function, functools.partial) and function.func is _preprocess:
             return function if _is_running(function.args[1]()) else self._original

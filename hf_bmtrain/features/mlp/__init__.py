@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import inspect
 import logging
+from collections.abc import Sequence
 
 import torch
 from torch.nn.modules.batchnorm import _NormBase
@@ -64,9 +65,9 @@ class MlpChunks(Extension):
         if not self._found:
             raise ValueError(
                 f"auto_wrap: mlp_chunks={self._count} finds no MLP in the blocks of {type(plan.model).__name__} that "
-                "can be computed in chunks: a module whose class name ends in MLP, which takes one tensor and does not "
-                "transpose it, has no dropout, batch normalization, convolution or router, and shares no weights. "
-                "Leave mlp_chunks out."
+                "can be computed in chunks. The name of its class must end in MLP. It must take one tensor, must not "
+                "transpose it, must have no dropout, batch normalization, convolution or router, and must share no "
+                "weights with other modules. Leave mlp_chunks out."
             )
 
     def prepare(self, plan: WrapPlan) -> None:
@@ -96,7 +97,7 @@ def _is_mlp(module: torch.nn.Module, shared: set[int]) -> bool:
     if (
         len(inspect.signature(module.forward).parameters) != 1
         or code is None
-        or {"functional", "dropout"} <= {*code.co_names}
+        or _calls_dropout(code.co_names, module)
         or not _MIXES.isdisjoint(code.co_names)
     ):
         return False
@@ -105,6 +106,14 @@ def _is_mlp(module: torch.nn.Module, shared: set[int]) -> bool:
     if _draws(module) or any("Router" in type(each).__name__ for each in module.children()):
         return False
     return not any(id(parameter) in shared for parameter in module.parameters())
+
+
+def _calls_dropout(names: Sequence[str], module: torch.nn.Module) -> bool:
+    """Return whether a forward calls the function `dropout` of torch.nn.functional, and not a module of that name.
+
+    names: the names of globals and attributes that the code of the forward of `module` uses.
+    """
+    return "dropout" in names and ("functional" in names or not hasattr(module, "dropout"))
 
 
 def _draws(module: torch.nn.Module) -> bool:

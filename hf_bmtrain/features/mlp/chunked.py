@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -82,8 +82,8 @@ class _Call:
         forward: the forward of the module.
         count: the number of chunks.
         parameters: the parameters of the module that require a gradient.
-        autocast: the device type and the dtype of autocast in the forward, or None if it was off.
-        random: torch's default generators from which the forward may draw, and their states before the forward.
+        autocast: the device type and the dtype of autocast, and whether it was enabled in the forward.
+        random: pairs (generator, its state before the forward), for torch's default generators.
         gradient: the gradient of the output. It is stored by the backward of `_Compute`, the autograd function that
             computes the output, and read by the backward of `_Keep`, which saves the input.
     """
@@ -91,24 +91,21 @@ class _Call:
     forward: Callable[[Tensor], Tensor]
     count: int
     parameters: list[Tensor]
-    autocast: tuple[str, torch.dtype] | None
+    autocast: tuple[str, torch.dtype, bool]
     random: list[tuple[torch.Generator, Tensor]]
     gradient: Tensor | None = None
 
     @contextmanager
-    def context(self) -> Iterator[None]:
-        """Context manager for the backward, in which the chunks are recomputed as in the forward.
+    def same_random_numbers(self) -> Iterator[None]:
+        """Context manager for the backward, in which the chunks draw the same random numbers as in the forward.
 
-        It enables autocast if the forward used it, and sets the random generators to their states before the forward,
-        so that the same numbers are drawn. At the end, the generators get their present states back. Autocast's cache
-        is off, because it would keep the cast weights in memory.
+        It sets the random generators to their states before the forward. At the end, they get their present states
+        back.
         """
         present = [(generator, generator.get_state()) for generator, _ in self.random]
-        kind = self.autocast
         try:
             _set_states(self.random)
-            with torch.autocast(kind[0], dtype=kind[1], cache_enabled=False) if kind else nullcontext():
-                yield
+            yield
         finally:
             _set_states(present)
 
@@ -140,12 +137,12 @@ def in_chunks(count: int, forward: Callable[[Tensor], Tensor], parameters: list[
     if count < 2 or not torch.is_grad_enabled() or not (trained or tokens.requires_grad):
         return forward(tokens)
     device = autocast_type(tokens.device)
-    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+    autocast = device, torch.get_autocast_dtype(device), torch.is_autocast_enabled(device)
     drawn = [torch.default_generator]
     if tokens.device.type not in ("cpu", "meta"):
         drawn.append(torch.get_device_module(tokens.device).default_generators[tokens.device.index])
     random = [(generator, generator.get_state()) for generator in drawn]
-    call = _Call(forward, count, trained, dtype and (device, dtype), random)
+    call = _Call(forward, count, trained, autocast, random)
     return _Compute.apply(call, _Keep.apply(call, tokens, *trained))
 
 
@@ -163,11 +160,15 @@ class _Keep(torch.autograd.Function):
         through = ctx.needs_input_grad[1]
         of_tokens = torch.empty_like(tokens) if through else None
         sums: list[Tensor | None] = [None] * len(call.parameters)
-        with torch.enable_grad(), call.context():
+        with torch.enable_grad(), call.same_random_numbers():
             for at, piece, given in _pieces(call.count, tokens, gradient):
                 piece = piece.detach().requires_grad_(through)
                 wanted = [*call.parameters, *([piece] if through else [])]
-                found = torch.autograd.grad(call.forward(piece), wanted, given, allow_unused=True)
+                # Autocast is as it was in the forward. Its cache is off, because it would keep the cast weights in
+                # memory.
+                with torch.autocast(*call.autocast, cache_enabled=False):
+                    output = call.forward(piece)
+                found = torch.autograd.grad(output, wanted, given, allow_unused=True)
                 if of_tokens is not None:
                     of_tokens.narrow(-2, at, piece.shape[-2]).copy_(found[-1])
                 sums = [_added(total, each) for total, each in zip(sums, found)]

@@ -1,7 +1,7 @@
 """Recompute a layer's forward that changes buffers, attributes, random generators, or containers in its arguments.
 
 `Replay` does this for a block. `Snapshot` is a saved copy of the state that a forward may change. It is also used to
-repeat the forward of a full model.
+repeat the forward of a whole model.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ _STANDARD = frozenset(vars(torch.nn.Module())) | {
     "config",
     "forward",
 }
-"""Names of attributes that `Attributes` does not save. Those of every torch.nn.Module are left out, because what a
-forward may change of them (buffers, mode and hooks) is saved separately. The others are left out, because a forward
-does not change them: those of this library, `config` and `forward`."""
+"""Names of attributes that `Attributes` does not save. Attributes that every torch.nn.Module has are left out, because
+those that a forward may change (buffers, mode and hooks) are saved separately. Attributes of this library, `config` and
+`forward` are left out, because a forward does not change them."""
 _HOOKS = (
     "_forward_pre_hooks", "_forward_hooks", "_forward_pre_hooks_with_kwargs", "_forward_hooks_with_kwargs",
     "_forward_hooks_always_called",
 )  # fmt: skip
-"""Attributes of a module with its forward hooks, {id: hook}, and with the options of these hooks, {id: True}."""
+"""The attributes in which a module stores its forward hooks, {id: hook}, and their options, {id: True}."""
 _TRAINING = itemgetter("training")
 Buffers = Sequence[tuple[dict[str, Any], dict[str, torch.Tensor | None]]]
 """Pairs (module._buffers, {name: saved copy of the buffer}). A module may occur in several pairs."""
@@ -64,9 +64,9 @@ class Replay:
     * Attributes, and the items of containers in attributes and arguments. Only references to them are saved. If a
       forward assigns another tensor, `restore` puts the old one back. If a forward writes to a tensor in place, the
       recomputation reads the new values.
-    * Forward hooks of the modules inside the layer: the recomputation runs exactly the hooks that were registered in
-      the forward, even if they have been removed since. Hooks of the layer itself are left out, because they run
-      outside its forward.
+    * Forward hooks of the modules inside the layer: the recomputation runs exactly the hooks that were registered
+      when the forward began, even if they have been removed since. Hooks of the layer itself are left out, because
+      they run outside its forward.
 
     Args:
         layer: the module whose forward is recomputed. Its state includes that of all modules inside it.
@@ -89,7 +89,7 @@ class Replay:
 
         Returns:
             False for a layer without buffers. For a layer with buffers, None until its first forward in this mode has
-            run inside `record`, which observes whether the forward changes them.
+            run inside `record`, which observes whether the forward changes them; from then on, True or False.
         """
         if not self._places:
             return False
@@ -180,7 +180,7 @@ class Replay:
     def _by_module(self, copies: dict[int, torch.Tensor]) -> Buffers:
         """Convert copies of the layer's buffers to the form that Snapshot takes: pairs (module._buffers, {name: copy}).
 
-        copies: {index of a buffer in `_places`, the list of all buffers of the layer: copy of this buffer}.
+        copies: {index: copy}, where index is the position of the buffer in `_places`, the list of the layer's buffers.
         """
         return [(self._places[n][0], {self._places[n][1]: copy}) for n, copy in copies.items()]
 
@@ -219,7 +219,7 @@ class Snapshot:
         self.buffers, self.attributes = buffers, attributes
         self.arguments, self.generators, self.hooks = arguments, generators, hooks
         self.modes = attributes.modes()
-        self._originals: Buffers = ()  # the buffers that `buffers` has copies of; set only by `Snapshot.of`
+        self._originals: Buffers = ()  # the copied buffers themselves, in the same form; set only by `Snapshot.of`
 
     @classmethod
     def of(cls, model: torch.nn.Module, device: torch.device, arguments: Iterable[Any] = ()) -> Snapshot:

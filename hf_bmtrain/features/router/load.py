@@ -38,7 +38,7 @@ class RouterLoad(Observer):
             self._handles = [world.schedule.observe(self, model), ends]
 
     def close(self) -> None:
-        """Stop counting the tokens of each expert. `read` still returns what was counted before."""
+        """Stop counting tokens and averaging the auxiliary loss. `read` still returns the statistics up to here."""
         for handle in self._handles:
             handle.remove()
 
@@ -97,7 +97,8 @@ class TokenCounter:
     """A forward pre-hook of a module with experts. It counts the tokens of each expert while `switch` is 1.
 
     `switch` is a tensor, so that the hook has no branch on the host and can be compiled with its layer. The hook is
-    never removed from its module, because a compiled layer ignores hooks that are added later.
+    never removed from its module: it could not be added again, because a compiled layer ignores hooks that are added
+    after it was compiled.
 
     Args:
         experts: the number of experts in the module.

@@ -1,5 +1,6 @@
 """fuse_causal_loss against the model's own loss: tiny architectures, whole and sharded."""
 
+import collections
 import copy
 
 import numpy
@@ -214,11 +215,21 @@ CHANGES = [
     ("log_softmax", lambda x: x.log_softmax(-1)), ("view", lambda x: x.view(2, -1).view(2, 7, VOCABULARY)),
     ("add", lambda x: torch.add(torch.ones(VOCABULARY), x)), ("clamp", lambda x: x.clamp(-0.1, 0.1)),
     ("__rtruediv__", lambda x: 1 / x * 0 + x), ("__abs__", abs), ("__eq__", lambda x: (x == 0).logical_not() * x),
-    ("indexing", lambda x: x[numpy.arange(2)]),
+    ("indexing", lambda x: x[numpy.arange(2)]), ("reshape", lambda x: x.reshape(shape=(2, 7, VOCABULARY))),
 ]  # fmt: skip
+
+
+def scaled(logits):
+    other = logits
+    logits *= 3
+    logits /= 2
+    assert other is logits and other.ndim == 3
+    return other
+
+
 HARMLESS = [
     lambda x: x[:, :, :][..., :] * 3 / 2, lambda x: (2 * (x / 2)).tanh() * 0.7, lambda x: torch.tanh(x).contiguous(),
-    lambda x: x.to(torch.float32).float()[:2], lambda x: x.view((-1, VOCABULARY)).reshape(2, 7, VOCABULARY),
+    scaled, lambda x: x.to(torch.float32).float()[:2], lambda x: x.view((-1, VOCABULARY)).reshape(2, 7, VOCABULARY),
 ]  # fmt: skip
 
 
@@ -250,10 +261,35 @@ def masked(logits):
     return logits
 
 
+def multiplied(logits):
+    logits *= torch.linspace(1, 2, VOCABULARY)
+    return logits
+
+
 IN_PLACE = [
+    ("__imul__", multiplied),
     ("__setitem__", masked), ("mul_", lambda x: x.mul_(2)), ("relu_", lambda x: nn.functional.relu(x, inplace=True)),
     ("data", lambda x: x.data.mul_(2) * 0 + x),
 ]  # fmt: skip
+
+
+class Named(Odd):
+    """Its output is a named tuple."""
+
+    Output = collections.namedtuple("Output", ["loss", "logits"])
+
+    def forward(self, input_ids, labels=None, **kwargs):
+        logits = self.lm_head(self.model(input_ids).last_hidden_state)
+        loss = None if labels is None else self.loss_function(logits=logits, labels=labels, vocab_size=VOCABULARY)
+        return self.Output(loss, logits)
+
+
+def test_named_tuples_keep_their_length():
+    model = Named(build("llama").config)
+    assert fuse_causal_loss(model)
+    data = inputs("llama", 0)
+    assert model(**data).logits is None and model(**data).loss > 0
+    assert model(data["input_ids"]).logits.shape == (2, 7, VOCABULARY) and model(data["input_ids"]).loss is None
 
 
 @pytest.mark.parametrize(("asked", "change"), IN_PLACE[:1] + rows_in_full(IN_PLACE[1:]))

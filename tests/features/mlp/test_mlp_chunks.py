@@ -7,9 +7,11 @@ from contextlib import nullcontext
 
 import pytest
 import torch
+from torch.nn import functional as F
 
 import hf_bmtrain as bmt
 from cases import by_default, full
+from hf_bmtrain.features.mlp.chunked import in_chunks
 from ranks import on_ranks
 from sequence_models import MODELS, check
 from twins import WIDTH, Layer, Tower, check_gradients, ids
@@ -119,6 +121,22 @@ def test_gradients_in_16_bits(autocast):
     assert 0 < errors["pieces"] < 1.2 * errors["whole"]
 
 
+@pytest.mark.parametrize("enabled", [False, True])
+def test_autocast_is_that_of_the_forward(enabled):
+    """Also in a backward for which it has changed."""
+    layer, seen = torch.nn.Linear(WIDTH, WIDTH), []
+
+    def forward(x):
+        seen.append(layer(x).dtype)
+        return layer(x)
+
+    with torch.autocast("cpu", torch.bfloat16, enabled):
+        loss = in_chunks(2, forward, list(layer.parameters()), torch.randn(1, 4, WIDTH)).float().sum()
+    with torch.autocast("cpu", torch.bfloat16, not enabled):
+        loss.backward()
+    assert seen == [torch.bfloat16 if enabled else torch.float32] * 4
+
+
 @on_ranks(1)
 def test_gradients_in_64_bits():
     ids = torch.arange(1, 23)[None]
@@ -154,6 +172,15 @@ class PlainMLP(torch.nn.Module):
 class NoisyMLP(PlainMLP):
     def forward(self, x):
         return super().forward(x) * torch.rand_like(x)
+
+
+class DroppingMLP(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.only = torch.nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        return F.dropout(self.only(x), 0.1, self.training)
 
 
 class MixerMLP(PlainMLP):
@@ -236,7 +263,7 @@ def test_random_numbers(later, use_checkpoint):
 
 @on_ranks(1)
 def test_tokens_that_depend_on_others():
-    for mlp in (MixerMLP, NormMLP, ConvMLP):
+    for mlp in (MixerMLP, NormMLP, ConvMLP, DroppingMLP):
         with pytest.raises(ValueError, match="finds no MLP"):
             bmt.auto_wrap(tower(mlp), mlp_chunks=2)
     with pytest.raises(RuntimeError, match=r"mlp_chunks=2: CountingMLP changed its buffers \['calls'\]"):

@@ -672,11 +672,11 @@ class _Collectives:
 
 
 class _Posts:
-    """Exchanges the errors of the ranks for the background threads that write a checkpoint, as `_Collectives` does.
+    """Tells every rank the errors of the others while background threads write a checkpoint.
 
-    It uses the launcher's key-value store instead of collectives, because the thread that trains may run a collective
-    at the same time. Every key contains the name of the checkpoint's temporary folder, which is unique, so that
-    messages about different checkpoints are not confused.
+    It has the methods of `_Collectives`, but uses the launcher's key-value store instead of collectives, because the
+    thread that trains may run a collective at the same time. Every key contains the name of the checkpoint's temporary
+    folder, which is unique, so that messages about different checkpoints are not confused.
     """
 
     def __init__(self, world: World, job: _Job) -> None:

@@ -113,8 +113,9 @@ class GradientWatcher(Observer):
     """Explains why a step was skipped, by naming the gradients that were inf or nan.
 
     In the 16 steps after a skip, each rank also checks its own gradients before they are averaged, so that another skip
-    can be traced to a rank. This is done separately for each owner of optimizers: an OptimManager or, for Hugging
-    Face's Trainer, a `BadNumbers` (which checks the gradient norm and loss scale that Trainer logs).
+    can be traced to a rank. The 16 steps are counted separately for each object that notices skipped steps: each
+    OptimManager and, for Hugging Face's Trainer, its `BadNumbers`, which checks the gradient norm and the loss scale
+    that Trainer logs.
     """
 
     def __init__(self, world: World) -> None:

@@ -67,8 +67,7 @@ class Options:
         if self.offload_activations and self.use_checkpoint is False:
             raise ValueError(
                 "offload_activations=True keeps inputs of recomputed blocks in host memory, but use_checkpoint=False "
-                "recomputes no block. Pass use_checkpoint=True, 'attention' or 'auto', or leave out "
-                "offload_activations."
+                "recomputes no block. Pass another use_checkpoint, or leave out offload_activations."
             )
         expect_flag("cuda_graphs", self.cuda_graphs)
         if self.cuda_graphs:

@@ -602,9 +602,10 @@ def _weights_may_be_replaced(checkpoint: Path) -> bool:
     replaced = current_world().control.broadcast_object(not (checkpoint / ADDED).exists())
     if replaced and current_world().rank == 0:
         _log.warning(
-            "The checkpoint %s has no %s, so its weight files may have been replaced. The parameters keep the values "
-            "that Trainer has loaded. Trained parameters that are only in trained*.safetensors, such as those of the "
-            "base of a model with adapters, are not loaded. To load them, pass the checkpoint to load_state",
+            "The checkpoint %s has no %s with the checksums of its files, so it is unknown whether its weight files "
+            "were replaced. The parameters keep the values that Trainer has loaded from them. Trained parameters that "
+            "are only in trained*.safetensors, such as those of the base of a model with adapters, are not loaded. To "
+            "load them, call bmt.load_state with this folder",
             checkpoint, ADDED,
         )  # fmt: skip
     return replaced

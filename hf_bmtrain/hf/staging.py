@@ -97,7 +97,9 @@ class StagedWeights:
 
         * If the current weights were already saved to `save_directory`, no rank does anything.
         * If the collected weights are out of date, or a `state_dict` is passed, this calls the model's own
-          `save_pretrained`, which is collective. In this case, every rank must call this method.
+          `save_pretrained`, which is collective.
+
+        Call it on every rank, because of the second exception.
         """
         if self.written is not None and Path(save_directory).absolute() == self.written:
             return None

@@ -62,7 +62,7 @@ class UndividedBatches(Observer):
 
 
 def _fingerprint(values: list[Any]) -> str | None:
-    """Return a hash of the elements of all tensors in `values` that have dimensions, or None if there are none."""
+    """Return a hash of the elements of the tensors in `values`, except scalars. None if there is no such tensor."""
     tensors = [each for each in values if isinstance(each, torch.Tensor) and each.dim()]
     found = hashlib.sha256()
     for each in tensors:

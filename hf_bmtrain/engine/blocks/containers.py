@@ -143,7 +143,7 @@ def exchange(value: Any, table: dict[int, torch.Tensor], seen: set[int]) -> Any:
         make = getattr(value, "_make", type(value))  # named tuples have `_make`
         made = make(items)
         if hasattr(value, "__dict__"):
-            made.__dict__ = value.__dict__  # the same dict, so that attributes that a layer sets reach its caller
+            made.__dict__ = value.__dict__  # shared: an attribute that a layer sets on `made` must appear on `value`
         return made
     if containers:
         return value

@@ -285,7 +285,8 @@ class DistributedModule(ShardedModule):
 def distribute(module: torch.nn.Module, schedule: Schedule) -> None:
     """Make `module` a DistributedModule, whose forward all-gathers sharded parameters when it reads them.
 
-    Called when a model is wrapped, for the modules outside blocks, and for modules with root parameters. The module is
+    Called when a model is wrapped, for the modules outside blocks, and for those inside blocks that have root
+    parameters. The module is
     changed in place: its new class extends DistributedModule and its old class. If the module already is a
     DistributedModule, this function does nothing.
 

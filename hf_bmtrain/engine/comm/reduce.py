@@ -99,11 +99,11 @@ class Reducer(Protocol):
             gradient: the gradient, in the tensor's full shape. The reducer may keep a reference until
                 `PendingReduce.wait`, but does not write to it.
             destination: a function without arguments that returns the tensors (shard, total) that the next `send` will
-                get. Its first call in a backward allocates them. Only the reducer of a single rank calls this function.
-                The shard of a single rank has room for full gradients, so this reducer copies the gradient at once, and
-                the gradient's memory can be freed early. If `total` is None, nothing is accumulated over several
-                backwards, and the gradient may be copied to `shard`. Otherwise it must be copied to other memory,
-                because `shard` contains the gradients of earlier backwards.
+                get. Its first call in a backward allocates them. It is called only if there is a single rank. Then the
+                shard has room for full gradients, so the reducer copies each gradient at once, and the gradient's
+                memory can be freed early. If `total`, the running sum over several backwards, is None, the gradient may
+                be copied to `shard`. Otherwise it must be copied to other memory, because `shard` contains the
+                gradients of earlier backwards.
         """
 
     def send(

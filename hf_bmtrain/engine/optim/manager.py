@@ -244,8 +244,8 @@ class OptimManager:
         Raises:
             TypeError: `loss` is not a tensor.
             ValueError: `loss` is None, does not have one element, or does not require a gradient.
-            RuntimeError: with the previous step, `max_skipped_steps` steps in a row were skipped because a gradient was
-                inf or nan. (Only on a GPU. On the CPU, `step` itself raises this error.)
+            RuntimeError: the previous step was the `max_skipped_steps`-th in a row that was skipped because a gradient
+                was inf or nan. (Only on a GPU. On the CPU, `step` itself raises this error.)
             RuntimeError: a gradient of the previous step was inf or nan, and an AdamOffloadOptimizer had already
                 updated weights with it, because the backward ran in its `update_in_backward()`. (Only on a GPU. On the
                 CPU, `step` itself raises this error.)
@@ -288,8 +288,8 @@ class OptimManager:
 
         Raises:
             TypeError: `loss` is not a tensor.
-            RuntimeError: with the previous step, `max_skipped_steps` steps in a row were skipped because a gradient was
-                inf or nan. (Only on a GPU. On the CPU, `step` itself raises this error.)
+            RuntimeError: the previous step was the `max_skipped_steps`-th in a row that was skipped because a gradient
+                was inf or nan. (Only on a GPU. On the CPU, `step` itself raises this error.)
             RuntimeError: a gradient of the previous step was inf or nan, and an AdamOffloadOptimizer had already
                 updated weights with it, because the backward ran in its `update_in_backward()`. (Only on a GPU. On the
                 CPU, `step` itself raises this error.)
@@ -583,8 +583,8 @@ class OptimManager:
             since the loss scale last changed.
 
         Raises:
-            RuntimeError: with the previous step, `max_skipped_steps` steps in a row were skipped because a gradient was
-                inf or nan. (Only on a GPU. On the CPU, `step` itself raises this error.)
+            RuntimeError: the previous step was the `max_skipped_steps`-th in a row that was skipped because a gradient
+                was inf or nan. (Only on a GPU. On the CPU, `step` itself raises this error.)
             RuntimeError: a gradient of the previous step was inf or nan, and an AdamOffloadOptimizer had already
                 updated weights with it, because the backward ran in its `update_in_backward()`. (Only on a GPU. On the
                 CPU, `step` itself raises this error.)
@@ -681,8 +681,8 @@ class OptimManager:
             ValueError: this manager and the saved one differ in the number of optimizers, in which optimizers have a
                 scheduler, or in whether there is a loss scale. Nothing is loaded then.
             ValueError: a scheduler rejects its state. The schedulers before it have already been loaded.
-            RuntimeError: with the previous step, `max_skipped_steps` steps in a row were skipped because a gradient was
-                inf or nan. (Only on a GPU. On the CPU, `step` itself raises this error.)
+            RuntimeError: the previous step was the `max_skipped_steps`-th in a row that was skipped because a gradient
+                was inf or nan. (Only on a GPU. On the CPU, `step` itself raises this error.)
             RuntimeError: a gradient of the previous step was inf or nan, and an AdamOffloadOptimizer had already
                 updated weights with it, because the backward ran in its `update_in_backward()`. (Only on a GPU. On the
                 CPU, `step` itself raises this error.)
@@ -925,8 +925,8 @@ def _squares(parameters: list, order: float, device: torch.device) -> torch.Tens
 def _powers(parameters: list, order: float, device: torch.device) -> torch.Tensor:
     """Return the sum of |g|^order over this rank's elements g of all gradients, from which a norm is computed.
 
-    If `order` is inf, return the maximum of |g|. The result is a tensor (1,) in float64 if any gradient is float64,
-    otherwise in float32. Its dtype is the same on every rank.
+    If `order` is inf, return the maximum of |g|. The result has shape (1,). It is float64 if any of `parameters` is,
+    otherwise float32. It does not depend on which of them have elements on this rank, so it is the same on every rank.
     """
     wide = torch.float64 if any(p.dtype.to_real() == torch.float64 for p in parameters) else torch.float32
     filled = [flat for members in neighbours(parameters) for flat in _flat(members) if flat.numel()]

@@ -638,7 +638,7 @@ class _Call:
             return first
 
     def _element_wise(self) -> Any:
-        """Apply an element-wise function to this rank's elements, and return a sharded tensor.
+        """Apply the function of this call, which is element-wise, to this rank's elements. Return a sharded tensor.
 
         An in-place function returns its first argument instead, which may be a plain tensor. If the operands cannot be
         combined element by element on this rank (see `_operand`), the function is applied to full tensors, which are

@@ -84,7 +84,7 @@ def _admit_modules(model: torch.nn.Module) -> None:
 
 
 def _called(name: str) -> str:
-    """Return how an error calls the module of this name; the name is empty for the model itself."""
+    """Return the words for a module in an error message: its quoted name, or "the model itself" if `name` is empty."""
     return f"'{name}'" if name else "the model itself"
 
 

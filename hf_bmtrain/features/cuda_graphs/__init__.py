@@ -175,8 +175,9 @@ def compile_forward(function: Callable, block: BlockState, options: dict[str, An
             return unrecorded(*args, **kwargs)
         if inside_hooks():
             _log_once(
-                "CUDA graphs are not used in forwards that torch's checkpoint recomputes, or under other saved-tensor "
-                "hooks (also those that measure memory), because the hooks decide how long results stay in use"
+                "A compiled block runs without CUDA graphs, with the same results, because saved-tensor hooks decide "
+                "how long its results stay in use: those of torch's checkpoint, those with which use_checkpoint='auto' "
+                "measures memory, or the program's own. To replay it, call it without such hooks."
             )
             return unrecorded(*args, **kwargs)
         recorded.begin_call()

@@ -110,9 +110,9 @@ class Calibration(Observer):
         """Combine the measurements of all ranks, and switch off float8 for layers with too much rounding noise.
 
         Collective: every rank must call it. At the end it calls `finish`, which switches all-gathers of weights to
-        float8. If a layer has too much noise, or if no rank has called it, the attribute `reason` of its state is set.
-        The flat buffer (weights that are all-gathered together) with the layer's weight is then still all-gathered in
-        its own dtype.
+        float8. If a layer has too much noise, or if no rank has called the layer, the attribute `reason` of its
+        Float8State says so. The flat buffer that contains the layer's weight is then still all-gathered in its own
+        dtype.
 
         If a block on some rank is still waiting for its backward, this method changes nothing and does not call
         `finish`: a layer that stopped using float8 now would be recomputed in a different dtype than in the forward.
@@ -244,9 +244,12 @@ in float8. It is None if the layer does not prevent this."""
 
 
 def float8_decision(world: World, model: torch.nn.Module) -> Decision:
-    """Return which float8 layers of `model` keep using float8, to be saved in a checkpoint.
+    """Return which float8 layers of `model` keep computing in float8, to be saved in a checkpoint.
 
-    Collective: every rank must call it. If all ranks have measured the layers but not yet decided, they decide first.
+    The other layers compute in their own dtype, because their rounding noise was too high. If all ranks have measured
+    the rounding noise of the layers, but have not yet decided which of them keep float8, they decide first.
+
+    Collective: every rank must call it.
 
     Args:
         world: the ranks over which the model is sharded.

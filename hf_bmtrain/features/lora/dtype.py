@@ -32,7 +32,8 @@ class KeepsDtype(OnlyWhileSharded):
         if replaced:
             _log_once(
                 "Sharded adapters keep their dtype (%s) when PEFT loads an adapter, although PEFT would make them "
-                "float32. To train float32 adapters, create them before auto_wrap without autocast_adapter_dtype=False",
+                "float32. To train float32 adapters, create them before auto_wrap with "
+                "autocast_adapter_dtype=True, PEFT's default",
                 replaced[0].sharded.dtype,
             )
 

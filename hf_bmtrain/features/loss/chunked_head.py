@@ -52,7 +52,7 @@ def fuse_causal_loss(model: torch.nn.Module) -> bool:
     reason = _why_not(model, head)
     if reason:
         _log.warning(
-            "fuse_causal_loss leaves %s unchanged, so full logits are stored, because %s", type(model).__name__, reason
+            "fuse_causal_loss leaves %s unchanged, because %s. Full logits are stored.", type(model).__name__, reason
         )
         return False
     _convert(head)

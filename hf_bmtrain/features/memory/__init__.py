@@ -187,6 +187,7 @@ def choose_recompute(use_checkpoint: UseCheckpoint, block: Block, world: World) 
                 "blocks call. Pass use_checkpoint=True, or install a newer torch."
             )
         return KeepAttention()
+    assert use_checkpoint == "auto", use_checkpoint
     planner = planner_of(world)
     if planner is None:
         _log_once(

@@ -49,7 +49,8 @@ class MlpChunks(Extension):
                 raise ValueError(
                     f"auto_wrap: mlp_chunks={module.chunks} does not support dropout, but '{name}' got dropout after "
                     "the model was wrapped. Masks would be drawn chunk by chunk, so results would differ from those "
-                    "without mlp_chunks. Add adapters without dropout (lora_dropout=0), or leave mlp_chunks out."
+                    "without mlp_chunks. Create the model again, and add adapters without dropout (lora_dropout=0), or "
+                    "wrap it without mlp_chunks."
                 )
 
     def choose(self, plan: WrapPlan) -> None:

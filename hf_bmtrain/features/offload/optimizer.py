@@ -283,7 +283,9 @@ class AdamOffloadOptimizer(AdamOptimizer):
         if self._early.parameters:
             raise RuntimeError("update_in_backward() was entered again before step(). Call step() after each use.")
         if not self._is_held():
-            self._active = []  # the caller has changed `state`: let `step` copy the changes and update all parameters
+            # The caller has replaced entries of `state`. Update nothing in backward: `step` first copies the entries to
+            # this optimizer's own buffers, and then updates all parameters.
+            self._active = []
         by_buffer: dict[ShardedBuffer, list[Any]] = {}
         for parameter in (p for group in self.param_groups for p in group["params"]):
             if isinstance(parameter, DistributedParameter) and parameter.requires_grad:

@@ -219,7 +219,7 @@ def _dtype(module: Any, parameter: Any) -> torch.dtype:
 def _packed(module: Any, parameter: Any) -> PackedParameter:
     """Return a PackedParameter (a parameter whose values are already packed) for a weight that bitsandbytes quantized.
 
-    The result refers to bitsandbytes' tensors of codes and scales, which are copied only when its `pack` is called.
+    The result only refers to bitsandbytes' tensors of codes and scales. `PackedParameter.pack` copies them later.
 
     module: bitsandbytes' layer.
     parameter: its quantized weight.

@@ -81,10 +81,9 @@ def mean_over_group(parts: Parts, loss: Tensor) -> Tensor:
 
     Collective: every rank of the group must call it.
 
-    Backward gives each rank's loss the gradient of the mean, and does not divide it by the number of ranks. The missing
-    division corrects the gradients of parameters. Each rank computes them from its own tokens only, so they should be
-    summed over the group. But later they are averaged over all ranks, which also divides the group's sum by the size of
-    the group.
+    Backward passes the gradient of the mean to each rank's loss, without dividing it by n, the size of the group. The
+    gradients of parameters are divided by n later: each rank computes them from its own tokens only, so they should be
+    summed over the group, but they are averaged over all ranks.
 
     Args:
         parts: the division of the tokens of a row (sequence) among the ranks.

@@ -169,8 +169,8 @@ class TensorParallel(Extension):
         grid = plan.world.grid
         if grid is None:
             return
-        # With split layers, all ranks must recompute the same blocks, so use_checkpoint='auto' would have to choose
-        # these blocks for all ranks together. But with an uneven model, each rank chooses by itself.
+        # With split layers, all ranks must recompute the same blocks, so use_checkpoint='auto' (`_plans`) would have to
+        # choose these blocks for all ranks together. But with an uneven model, each rank chooses by itself.
         if self._plans and getattr(plan.model, "_uneven", False):
             raise ValueError(
                 f"auto_wrap: with tp_size, use_checkpoint='auto' does not support {type(plan.model).__name__}, because "

@@ -72,9 +72,9 @@ def follow_mean_loss(model: Any, trainer: transformers.Trainer) -> Callable[[], 
     correct = _Correction(type(base).__name__, trainer, way_out)
 
     def weigh(given: dict[str, Any], outputs: Any, loss: torch.Tensor) -> torch.Tensor:
-        # With this setting, the CTC loss is a sum, which needs no correction: Trainer multiplies it by the number of
-        # ranks, and gradients are averaged over the ranks, so the result is the sum over all ranks. Adding up the
-        # losses of micro-batches is also correct for a sum.
+        # With ctc_loss_reduction="sum", the CTC loss is a sum, which needs no correction: Trainer multiplies it by the
+        # number of ranks, and gradients are averaged over the ranks, so the result is the sum over all ranks. Adding up
+        # the losses of micro-batches is also correct for a sum.
         if "CTC" in forward.name and base.config.ctc_loss_reduction == "sum":
             return loss
         for name in sentences:

@@ -379,10 +379,12 @@ def _is_mean_over_pairs(trainer: Any) -> bool:
 def _loss_of_pairs(trainer: Any, model: Any, inputs: Any, left: int, world: World) -> torch.Tensor | None:
     """Return the mean loss of the last evaluation batch without the pairs that Accelerate repeated to fill it up.
 
-    A pair is, for example, a chosen and a rejected answer. Returns None if `inputs` are not pairs. Collective: every
-    rank must call it. Each rank passes one pair at a time to the trainer. Without the repeated pairs, ranks would have
-    different numbers of pairs, but the trainer gathers tensors that must have the same shape on all ranks. So ranks
-    compute the losses of repeated pairs, too, but leave them out of the mean.
+    The mean is over the pairs of all ranks. A pair is, for example, a chosen and a rejected answer. Returns None if
+    `inputs` are not pairs. Collective: every rank must call it.
+
+    Each rank passes one pair at a time to the trainer. Without the repeated pairs, ranks would have different numbers
+    of pairs, but the trainer gathers tensors that must have the same shape on all ranks. So ranks compute the losses of
+    repeated pairs, too, but leave them out of the mean.
 
     inputs: this rank's part of the batch.
     left: the number of pairs that are not repeated, on all ranks together. In rank order, they come before the repeated

@@ -101,7 +101,8 @@ def follow_short_training_batch(trainer: transformers.Trainer) -> None:
     def training_step(model: Any, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
         if short is None:
             return step(model, inputs, num_items_in_batch)
-        with parts_without_rows(trainer.model, short.absent):  # in every micro-batch of the step
+        # Also in the full micro-batches of this step: a mean over its parts is over those of all its micro-batches.
+        with parts_without_rows(trainer.model, short.absent):
             return step_of_short(short, model, inputs, num_items_in_batch)
 
     def step_of_short(short: _Short, model: Any, inputs: Any, num_items_in_batch: Any) -> torch.Tensor:

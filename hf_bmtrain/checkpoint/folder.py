@@ -188,7 +188,9 @@ def publish(staging: Path, final: Path) -> None:
                 os.rename(replaced, final)
             except OSError:
                 raise OSError(
-                    error.errno, f"{error.strerror} (the earlier checkpoint {final.name} is now named {replaced.name})",
+                    error.errno,
+                    f"{error.strerror}: the new checkpoint could not be renamed to {final.name}. The earlier checkpoint "
+                    f"is complete, but is now named {replaced.name}, because it could not be renamed back",
                     str(final),
                 ) from error  # fmt: skip
         raise

@@ -96,7 +96,7 @@ Kind = TypeVar("Kind", bound=Observer)
 
 
 class Observers:
-    """All observers of this rank (objects whose methods are called at events of training), in the order of `position`.
+    """All observers of this rank (objects whose methods are called at events of training), ordered by their `position`.
 
     For each method of `Observer`, the attribute of the same name contains the observers that override the method. To
     report an event, call the method of each of them.

@@ -58,7 +58,8 @@ class OnDemandGather:
         self._watched = False
         self.unwatched = self.read_inside = False
         self._passes = 0  # the number of training forwards that have read the parameters since the last backward
-        # Whether `note_read` or `count_pass` has recorded a read whose gradient may come at any time in a backward.
+        # Whether `note_read` or `count_pass` has recorded a read whose gradient may come at any time in a backward. The
+        # next backward then starts the reduction only at its end.
         self._read_elsewhere = False
         self._sent = False  # whether the running backward has started the reduction
 

@@ -244,7 +244,7 @@ in float8. It is None if the layer does not prevent this."""
 
 
 def float8_decision(world: World, model: torch.nn.Module) -> Decision:
-    """Return which float8 layers of `model` keep computing in float8, to be saved in a checkpoint.
+    """Return, for a checkpoint, which float8 layers of `model` keep computing in float8.
 
     The other layers compute in their own dtype, because their rounding noise was too high. If all ranks have measured
     the rounding noise of the layers, but have not yet decided which of them keep float8, they decide first.

@@ -83,9 +83,9 @@ def check_adapted_float8(model: torch.nn.Module) -> None:
     if any(isinstance(storage, Float8Storage) and storage.in_float8 for storage in storages):
         raise ValueError(
             f"auto_wrap: adapters were added to a model with float8, and forwards of {len(waiting)} blocks are still "
-            "waiting for their backward, which needs the weights as they were all-gathered, in float8. Adapters need "
-            "them in their own dtype. Run the backward before wrapping the adapters. If the loss is gone, run one more "
-            "forward and its backward first."
+            "waiting for their backward, which needs the weights as they were all-gathered, in float8. With adapters, "
+            "weights are all-gathered in their own dtype. Run the backward, and then call auto_wrap for the adapters "
+            "again. If the loss is gone, run another forward and its backward instead."
         )
 
 

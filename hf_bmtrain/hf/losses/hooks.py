@@ -85,13 +85,11 @@ def hook_loss(
     """Add hooks to `model` that correct the loss of each forward to which Trainer passes `num_items_in_batch`.
 
     Args:
-        model: the sharded model, after a call of `claim_hooks` for the Trainer for which the loss is corrected. The
-            hooks act only in forwards of this Trainer.
+        model: the sharded model. The hooks act only in forwards of the Trainer that `claim_hooks` was last called with.
         correct: called with the forward's keyword arguments, its outputs and the loss. Returns the new loss.
-        around: two functions, with which the caller can observe what such a forward does. The first is called before
-            each such forward. It takes the forward's keyword arguments, and returns the keyword arguments that the
-            forward will get. The second is called after the forward, even if the forward raises an error. None calls
-            nothing.
+        around: (before, after), two functions, or None for neither. `before(kwargs)` is called before each such forward
+            with its keyword arguments, and returns the keyword arguments to use instead. `after()` is called when the
+            forward has ended, even with an error.
     """
 
     # `asked` is whether the hooks' Trainer computes this loss and passed num_items_in_batch. It is set before other

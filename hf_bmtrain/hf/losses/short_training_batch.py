@@ -201,8 +201,9 @@ def _shorten(
     mine, absent = min(max(left - group * rows, 0), rows), groups + -left // max(rows, 1)
     reason, shortened = _reason(trainer, inputs, left, mine, found, size), None
     counted = _counts_labels(trainer, inputs)
-    # If this rank has only repeated rows, the forward gets their labels (see `_Short`), which loss hooks do not count.
-    # With SFTTrainer, it gets labels of -100: the loss ignores them, and the metrics must not count repeated rows.
+    # If this rank has only repeated rows, all their labels are replaced with -100, and not every loss works with that.
+    # So the forward gets the real labels of these rows (see `_Short`), which the loss hooks do not count. SFTTrainer's
+    # forward gets the -100: its loss works with them, and its metrics would count real labels.
     labels = inputs["labels"] if counted and mine == 0 and not is_sft(trainer, inputs) else None
     if not reason and starts is not None:
         end = int(starts[mine]) if mine < rows else None

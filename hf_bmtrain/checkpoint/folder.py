@@ -189,7 +189,7 @@ def publish(staging: Path, final: Path) -> None:
             except OSError:
                 raise OSError(
                     error.errno,
-                    f"{error.strerror}: the new checkpoint could not be renamed to {final.name}. The earlier checkpoint "
+                    f"{error.strerror}: the new checkpoint could not be renamed to {final.name}. The earlier one "
                     f"is complete, but is now named {replaced.name}, because it could not be renamed back",
                     str(final),
                 ) from error  # fmt: skip

@@ -463,7 +463,11 @@ class _Loading:
         return extra
 
     def _apply_own(self) -> Any:
-        """Load the values whose loading may fail on one rank only, and return the `extra` that `apply` returns."""
+        """Load what `read` has put into temporary tensors, the optimizer states, and what `small_state.restore` loads.
+
+        Returns the `extra` of the checkpoint (see `apply`). An error may occur on this rank only. Collective: every
+        rank must call it.
+        """
         with torch.no_grad():
             for target, values in self._full_params:
                 write_full(target, values.view(target.shape))

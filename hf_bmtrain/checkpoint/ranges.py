@@ -67,8 +67,8 @@ class _Scratch(threading.local):
                 return pinned_bytes(PIECE_BYTES, self._device, "chunks of a checkpoint")
             except RuntimeError as error:
                 _log.warning(
-                    "checkpoints are saved and loaded more slowly, because ordinary host memory is used instead of "
-                    "page-locked (pinned) memory, which could not be allocated: %s",
+                    "Checkpoints are saved and loaded more slowly, through ordinary host memory instead of page-locked "
+                    "(pinned) memory: %s",
                     error,
                 )
         return torch.frombuffer(mmap.mmap(-1, PIECE_BYTES), dtype=torch.uint8)

@@ -144,7 +144,8 @@ class DCPState:
         elif not held:
             raise RuntimeError(
                 f"{type(optimizer).__name__} has no state before its first step, so DCP can neither save nor load it. "
-                "Call step() once with lr=0, or pass an AdamOptimizer."
+                "To make it, run a forward and a backward, and call step() with lr=0. bmt.optim.AdamOptimizer does not "
+                "need this."
             )
         sharded, state = divide_state(parameters, held, world)
         for what, name in sharded:

@@ -67,7 +67,11 @@ def allow_references() -> None:
 
 
 class _Reference(dict):
-    """The id and the folder of a checkpoint, pickled as a call of `optimizer_state_needs_BMTrainCallback`."""
+    """What Trainer saves as `optimizer.pt` in place of the optimizer state: the "id" and the "folder" of a checkpoint.
+
+    It is pickled as a call of `optimizer_state_needs_BMTrainCallback`. A program without BMTrainCallback, in which
+    `torch.load` refuses to make this call, thus gets an error with this name.
+    """
 
     def __reduce__(self):
         return optimizer_state_needs_BMTrainCallback, (self["id"], self["folder"])

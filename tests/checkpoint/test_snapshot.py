@@ -171,7 +171,7 @@ def without_memory(folder):
         training.train(3)
         saving.wait()
     training.load(folder)
-    assert "step waits until the checkpoint is written. The error was: 0.0 GiB of pinned host memory" in lines[0]
+    assert "step waits until the checkpoint is written. The error was: 0.0 MiB of pinned host memory" in lines[0]
     return values, training.whole()
 
 

@@ -24,10 +24,7 @@ bytes of file cache, which the system can reclaim).
 """
 
 
-_INSTEAD = "keep the state on the GPU with AdamOptimizer"
-
-
-def pinned_bytes(nbytes: int, device: torch.device, purpose: str, instead: str = _INSTEAD) -> torch.Tensor:
+def pinned_bytes(nbytes: int, device: torch.device, purpose: str, instead: str = "") -> torch.Tensor:
     """Allocate zeroed host memory, page-locked if `device` is a CUDA device.
 
     torch's own pinned allocator rounds sizes up to a power of two; this function does not.
@@ -36,8 +33,7 @@ def pinned_bytes(nbytes: int, device: torch.device, purpose: str, instead: str =
         nbytes: the number of bytes.
         device: the device that will read and write the memory; "meta" allocates a meta tensor.
         purpose: what the memory is for, such as "the optimizer state", for the error.
-        instead: what the user can do instead of allocating this memory, for the error. The default is to use
-            AdamOptimizer, which keeps the state on the GPU.
+        instead: what the user can do so that less of this memory, or none, is needed, for the error. Empty if nothing.
 
     Returns:
         A uint8 tensor (nbytes,). The memory is unlocked and freed when the last view of it is freed.
@@ -105,10 +101,9 @@ def _fields(path: Path) -> dict[str, int]:
 
 
 def _shortage(nbytes: int, purpose: str, instead: str, reason: str) -> str:
-    return (
-        f"{nbytes / 2**30:.1f} GiB of pinned host memory for {purpose} cannot be allocated: {reason}. Train on more "
-        f"ranks (each then stores less), give the container more memory, raise `ulimit -l`, or {instead}."
-    )
+    size = f"{nbytes / 2**30:.1f} GiB" if nbytes >= 2**30 else f"{nbytes / 2**20:.1f} MiB"
+    others = f"raise `ulimit -l`, or {instead}" if instead else "or raise `ulimit -l`"
+    return f"{size} of pinned host memory for {purpose} cannot be allocated: {reason}. Give the container more memory, {others}."
 
 
 def register(pointer: int, nbytes: int, device: torch.device) -> None:

@@ -106,8 +106,9 @@ class _Forward:
         """Replace the function `_FUNCTION` until `end` is called. Called as a hook before a forward of the model."""
         if torch.compiler.is_compiling():
             return  # nothing to do: tensor values cannot be read anyway while torch.compile traces the forward
-        # The model counts positions only if none are passed. Other hooks run after this one, and could add positions to
-        # the arguments. The hooks of the engine are known not to do so.
+        # `counts`: whether the model will make the position ids 0, 1, 2, ... itself. It does so only if none are
+        # passed. Hooks that run after this one could add some, so there must be no others than the engine's, which do
+        # not.
         others = (hook for hook in module._forward_pre_hooks.values() if not _is_own(hook))
         alone = all(defining_module(hook).startswith("hf_bmtrain.engine.") for hook in others)
         without = alone and len(args) < 2 and kwargs.get(_POSITIONS) is None

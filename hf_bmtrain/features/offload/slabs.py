@@ -25,6 +25,8 @@ ALIGNMENT = 64
 """The state of each run (parameters that are updated together) starts at a multiple of this many elements in its slab.
 Its alignment is then at least that of the weights in their shard."""
 
+_INSTEAD = "train on more ranks (each then stores less), or keep the state on the GPU with AdamOptimizer"
+
 
 @dataclass(frozen=True)
 class Place:
@@ -104,7 +106,7 @@ def allocate_slabs(
         purpose = f"the Adam state of {end:,} elements in {sum(len(run.parameters) for run in members)} parameters"
         dtypes = [dtype for dtype in (masters[first], exp_avg_dtype, torch.float32) if dtype is not None]
         sizes = [end * dtype.itemsize for dtype in dtypes]
-        memory = pinned_bytes(sum(sizes), members[0].weights.device, purpose)
+        memory = pinned_bytes(sum(sizes), members[0].weights.device, purpose, _INSTEAD)
         *master, exp_avg, exp_avg_sq = (part.view(dtype) for part, dtype in zip(memory.split(sizes), dtypes))
         slab = StateTensors(master[0] if master else None, exp_avg, exp_avg_sq)
         places.update({run: Place(slab, start) for run, start in zip(members, starts)})

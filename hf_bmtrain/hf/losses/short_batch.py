@@ -268,9 +268,9 @@ def _ignore_flattened(trainer: Any, inputs: Any, left: int, of_labels: bool) -> 
         trainer: the Trainer that evaluates.
         inputs: this rank's batch, in which a collator has concatenated all rows.
         left: the number of rows on all ranks that are not repeated. These rows come first, in rank order.
-        of_labels: whether the caller averages the loss over the labels of all ranks. If False, Trainer must do so. It
-            does if transformers' own methods compute the loss, `trainer.model_accepts_loss_kwargs` is True, and the
-            argument `average_tokens_across_devices` is set.
+        of_labels: whether the caller averages the loss over the labels of all ranks. Otherwise Trainer itself does so
+            if transformers' own methods compute the loss, `trainer.model_accepts_loss_kwargs` is True, and the argument
+            `average_tokens_across_devices` is set.
     """
     starts, rows = starts_of_rows(inputs), _rows_of_rank(trainer)
     counted = computes_loss(trainer) and trainer.model_accepts_loss_kwargs

@@ -55,15 +55,15 @@ class RunAhead:
         # One of these methods calls `training_step`, and checks its loss for inf and nan. A method of the program's own
         # may read the loss differently, so it gets the loss unchanged.
         if own := _own(trainer, ["_inner_training_loop", "_run_epoch"]):
-            waits.append(f"each loss (the program has its own {own})")
+            waits.append(f"reading each loss, which the program's own {own} may need")
         else:
             self._parts.append(LossFilter(trainer))
         if own := _own(trainer, ["data_collator", "get_train_dataloader", "_get_dataloader"]):
-            advice = 'if it makes new tensors for each batch, set accelerator_config={"non_blocking": True}'
-            waits.append(f"the copy of each batch (the program has its own {own}; {advice})")
+            advice = 'if it returns new tensors for each batch, set accelerator_config={"non_blocking": True}'
+            waits.append(f"the copy of each batch, because the program's own {own} may reuse its tensors ({advice})")
         elif not BatchCopies.supports(loader):
             waits.append(
-                "the copy of each batch (the data loader is not a plain DataLoader that Accelerate has prepared)"
+                "the copy of each batch, because the data loader is not a DataLoader that Accelerate has prepared"
             )
         else:
             # These methods run after an attention mask was copied to the GPU, and before the forward. One that the
@@ -73,9 +73,9 @@ class RunAhead:
             own = _own(trainer, ["get_batch_samples", "training_step", "_prepare_inputs", "compute_loss"])
             self._parts.append(BatchCopies(loader, note_masks=not own))
             if own:
-                waits.append(f"each attention_mask (the program has its own {own})")
-        left = f", except for {' and '.join(waits)}" if waits else ""
-        _log.info("in steps of Trainer, the host does not wait for the GPU%s", left)
+                waits.append(f"reading each attention_mask, which the program's own {own} may change")
+        left = f", except for {' and '.join(waits)}. Results are the same, but steps may be slower" if waits else ""
+        _log.info("In steps of Trainer, the host does not wait for the GPU%s", left)
 
     def close(self) -> None:
         """Restore the methods and settings that this object has replaced. Called when training ends."""

@@ -103,7 +103,10 @@ def _fields(path: Path) -> dict[str, int]:
 def _shortage(nbytes: int, purpose: str, instead: str, reason: str) -> str:
     size = f"{nbytes / 2**30:.1f} GiB" if nbytes >= 2**30 else f"{nbytes / 2**20:.1f} MiB"
     others = f"raise `ulimit -l`, or {instead}" if instead else "or raise `ulimit -l`"
-    return f"{size} of pinned host memory for {purpose} cannot be allocated: {reason}. Give the container more memory, {others}."
+    return (
+        f"{size} of pinned host memory for {purpose} cannot be allocated: {reason}. Give the container more memory, "
+        f"{others}."
+    )
 
 
 def register(pointer: int, nbytes: int, device: torch.device) -> None:

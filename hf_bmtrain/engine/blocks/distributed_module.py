@@ -80,6 +80,10 @@ def _let_out(module: DistributedModule, group: Sequence[OnDemandGather], inputs:
 _let_out_untraced = disable_compiler(_let_out)  # it compares memory addresses, which torch.compile cannot trace
 
 
+_LISTING = frozenset({"parameters", "named_parameters", "named_modules", "_named_members"})
+"""The methods of torch.nn.Module by which `parameters` finds parameters. A program may override them."""
+
+
 class DistributedModule(ShardedModule):
     """A module whose sharded parameters are all-gathered when they are read inside a forward.
 
@@ -237,9 +241,8 @@ class DistributedModule(ShardedModule):
 
     def parameters(self, recurse: bool = True) -> Iterator[torch.nn.Parameter]:
         listed = super().parameters(recurse)
-        if not recurse or torch.compiler.is_compiling() or overrides(type(self), "parameters", "named_parameters"):
-            return listed
-        return self._remembered(listed)
+        own = overrides(type(self), *_LISTING) or not _LISTING.isdisjoint(vars(self))
+        return listed if not recurse or own or torch.compiler.is_compiling() else self._remembered(listed)
 
     def _remembered(self, listed: Iterator[torch.nn.Parameter]) -> Iterator[torch.nn.Parameter]:
         """Yield the module's parameters in torch's order: the first from `listed`, the others from `Members`.

@@ -44,12 +44,15 @@ class Members:
     """
 
     def __init__(self) -> None:
+        self._drop()
+
+    def _drop(self) -> None:
+        """Drop the lists, so that they keep no removed module in memory. The next `update` makes them again."""
         self._held: list[Any] = []  # `values()` of the non-empty `_modules` and `_parameters`
         self._empty: list[dict[str, Any]] = []  # the empty `_modules` and `_parameters`
         # Weak references to the items of `_values()` at the last listing. The initial value never equals these items,
         # because they end with `_End`, so the first call of `update` makes the lists.
         self._seen: list[Any] = [_NONE]
-        self._died: list[Any] = []  # the references to modules and parameters that were deleted since the last listing
         self._parameters: list[weakref.ref[torch.nn.Parameter]] = []
         self._attributes: list[dict[str, Any]] = []  # the `__dict__` of each submodule
         # Whether no class of the modules overrides `train`, and each dict in `_attributes` has the key "training".
@@ -60,15 +63,16 @@ class Members:
 
         module: the module, the same one in every call.
         """
-        if not self._died and not any(self._empty):
-            if all(map(operator.is_, self._values(), map(_read, self._seen))):
-                return False
+        if not any(self._empty) and all(map(operator.is_, self._values(), map(_read, self._seen))):
+            return False
         modules = list(module.modules())
         dictionaries = [each for part in modules for each in (part._modules, part._parameters)]
+        # The deletion of a listed module or parameter drops the lists. The weak reference to `self` avoids a cycle.
+        drop = functools.partial(_drop, weakref.ref(self))
+        self._drop()
         self._held = [each.values() for each in dictionaries if each]
         self._empty = [each for each in dictionaries if not each]
-        self._died = []
-        self._seen = [_NONE if value is None else weakref.ref(value, self._died.append) for value in self._values()]
+        self._seen = [_NONE if value is None else weakref.ref(value, drop) for value in self._values()]
         self._parameters = list(map(weakref.ref, torch.nn.Module.parameters(module)))
         self._attributes = [vars(part) for part in modules if part is not module]
         self._plain = not any(overrides(type(part), "train") for part in modules)
@@ -97,6 +101,12 @@ class Members:
 
     def _values(self) -> Iterator[Any]:
         return itertools.chain(itertools.chain.from_iterable(self._held), (_End,))
+
+
+def _drop(members: weakref.ref[Members], dead: Any) -> None:
+    listing = members()
+    if listing is not None:
+        listing._drop()
 
 
 @functools.cache

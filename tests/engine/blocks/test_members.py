@@ -1,6 +1,7 @@
 """parameters() and train() of sharded modules read a list, which follows every change of the modules."""
 
 import copy
+import itertools
 import weakref
 
 import pytest
@@ -100,12 +101,32 @@ class Filtered(torch.nn.Sequential):
         return ((name, p) for name, p in super().named_parameters(*args, **kwargs) if p.requires_grad)
 
 
+class Halved(torch.nn.Sequential):
+    """Lists only its first module, if it is told to."""
+
+    halved = False
+
+    def named_modules(self, *args, **kwargs):
+        return itertools.islice(super().named_modules(*args, **kwargs), 2 if self.halved else None)
+
+
 @on_ranks(1)
 def test_methods_of_users_list_parameters():
-    model = bmt.auto_wrap(Filtered(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)))
+    """Of the class, of what lists modules, and of the object."""
+    for cls in (Filtered, torch.nn.Sequential):
+        model = bmt.auto_wrap(cls(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)))
+        if cls is not Filtered:
+            listed = model.named_parameters
+            model.named_parameters = lambda listed=listed, **how: (
+                (name, p) for name, p in listed(**how) if p.requires_grad
+            )
+        assert len([*model.parameters()]) == 4
+        model[1].weight.requires_grad_(False)
+        assert len([*model.parameters()]) == 3
+    model = bmt.auto_wrap(Halved(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)))
     assert len([*model.parameters()]) == 4
-    model[1].weight.requires_grad_(False)
-    assert len([*model.parameters()]) == 3
+    model.halved = True
+    assert len([*model.parameters()]) == 2
 
 
 def test_members_keep_nothing_alive():
@@ -119,6 +140,21 @@ def test_members_keep_nothing_alive():
     died = weakref.ref(module)
     del module
     assert died() is None
+
+
+def test_removed_modules_are_freed_at_once():
+    """Without a call of `update`, and with what their attributes refer to."""
+
+    class Held:
+        pass
+
+    module, members = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)), Members()
+    module[1].held = Held()
+    members.update(module)
+    died = [weakref.ref(each) for each in (module[1].held, module[1].weight)]
+    del module[1]
+    assert [each() for each in died] == [None, None]
+    assert members.update(module) and len(members.parameters()) == 2
 
 
 @on_ranks(2)

@@ -14,6 +14,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import hf_bmtrain as bmt
 from cases import by_default
+from log_lines import log_lines
 from tiny_models import VOCABULARY
 from twins import WIDTH, Layer, Tower, check_twins, ids, tower_loss
 
@@ -249,6 +250,25 @@ def sparse_gradients():
     assert not isinstance(tower.layers[0], bmt.CheckpointBlock)
 
 
+def attributes_of_parameters():
+    """Programs divide parameters into groups by them."""
+    tower = Tower()
+    for parameter in (tower.layers[0].linear.weight, tower.head.bias):
+        parameter._no_weight_decay = True
+    model = bmt.auto_wrap(tower)
+    marked = [name for name, each in model.named_parameters() if getattr(each, "_no_weight_decay", False)]
+    assert marked == ["layers.0.linear.weight", "head.bias"]
+
+
+def gradients_before_wrapping():
+    tower = Tower()
+    tower(ids(0, 0)).backward()
+    with log_lines() as lines:
+        model = bmt.auto_wrap(tower)
+    assert all(parameter.grad is None for parameter in model.parameters())
+    assert any("gradients of" in line and "are dropped" in line for line in lines) == (bmt.rank() == 0)
+
+
 def pickled_models():
     for wrapped in (bmt.auto_wrap(Tower()), nn.Sequential(bmt.CheckpointBlock(Layer()))):
         with pytest.raises(RuntimeError, match="cannot be pickled.* bmt.save"):
@@ -297,6 +317,7 @@ CASES = [
     scripted_modules, reversible_layers, functional_calls, state_dicts_of_modules_in_blocks,
     tied_after_wrapping, registered_subclasses, bases_without_dict, complex_parameters, pruned_and_parametrized,
     averaged_weights, integer_parameters, list_with_none, cache_by_position, sparse_gradients, pickled_models,
+    attributes_of_parameters, gradients_before_wrapping,
 ]  # fmt: skip
 
 

@@ -114,18 +114,14 @@ class BlockState:
         layer_forward = self.own_forward or layer_forward
         if self.schedule.in_backward and not inside_reentrant_checkpoint():
             # Either a checkpoint around the block recomputes an earlier call of the block, or this is a new forward.
-            # `recorded` says whether the block was called in the forward whose backward is running:
-            # * True: this call is a recomputation.
-            # * None: that forward is not known. Assume a recomputation if an earlier call of the block is still waiting
-            #   for its backward (`pending`).
-            # * False: this is a new forward, with one exception. A reentrant checkpoint runs its second forward during
-            #   the backward. If that forward called the block inside a non-reentrant checkpoint, the call is pending,
-            #   but was not recorded, because it belongs to no forward pass. The non-reentrant checkpoint may recompute
-            #   it now. While it does so, its saved-tensor hooks are active. So assume a recomputation if a call is
-            #   pending and hooks are active. torch 2.6 cannot report hooks, so assume that they are active.
-            recorded = self.schedule.was_recorded(self)
+            # It is a recomputation if the block was called in the forward whose backward is running (`was_recorded`).
+            # Otherwise (the block was not called in that forward, or that forward is not known), it may be one if an
+            # earlier call of the block is still waiting for its backward (`pending`). Then the saved-tensor hooks of a
+            # non-reentrant checkpoint are active. For example, a reentrant checkpoint runs its second forward during
+            # the backward, and that forward may have called the block inside a non-reentrant checkpoint. torch 2.6
+            # cannot report hooks, so assume that they are active.
             hooked = top_saved_tensors_hooks is None or top_saved_tensors_hooks(True) is not None
-            if recorded or (self.pending and (recorded is None or hooked)):
+            if self.schedule.was_recorded(self) or (self.pending and hooked):
                 return self._recompute_for_others(layer_forward, args, kwargs)
         self.schedule.discard_failed_backward()
         running = self.schedule.running

@@ -627,23 +627,14 @@ class Schedule:
             call_after_backward(lambda: self._end_backward(task))
         return members
 
-    def was_recorded(self, block: BackwardParticipant) -> bool | None:
+    def was_recorded(self, block: BackwardParticipant) -> bool:
         """Return whether `block` was called (see `record`) in the forward whose backward is running.
 
-        If a block is called during a backward, this helps to find out whether the call is a recomputation by a
-        checkpoint around the block, or a new forward. This method is not needed in the second forward of a reentrant
-        checkpoint, which is a new forward in any case. If a backward runs inside another one, the forwards of both are
-        considered.
-
-        Returns:
-            True if the block was called in the forward: a call of the block now is a recomputation.
-            False if the block was not called in the forward: a call now is a new forward. (Exception: if a checkpoint
-            inside a reentrant checkpoint recomputes the block, the result may also be False.)
-            None if the forward is not known: the block was called outside a sharded model, or backward started from an
-            activation that no block computed.
+        If so, a call of the block now is a recomputation by a checkpoint around it. If a backward runs inside another
+        one, the forwards of both are considered. The result is also False if the forward is not known: the block was
+        called outside a sharded model, or backward started from an activation that no block computed.
         """
-        passes = [each for passes in self._passes.values() for each in passes]
-        return any(block in each.blocks for each in passes) if passes else None
+        return any(block in each.blocks for passes in self._passes.values() for each in passes)
 
     def in_backward_of(self, module: torch.nn.Module) -> bool:
         """Return whether a running backward belongs to a forward in which `module` was the outermost module.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import weakref
 from collections.abc import Iterable
 from itertools import chain
@@ -419,7 +420,7 @@ class OptimManager:
                 self._clip_now(optimizer)  # some gradients were set or replaced later, and must not be multiplied
         self._forget_changed()
         unchecked = [p for members in own.values() for p in members if p not in self._checked]
-        self._updated_in_backward = any(_updated_in_backward(o) for o in self.optimizers)
+        self._updated_in_backward |= any(_updated_in_backward(o) for o in self.optimizers)
         if unchecked:
             self._check(unchecked, 2.0)
         # 3. Update the weights. The skip flag is on the device, where AdamOptimizer reads it.
@@ -567,7 +568,10 @@ class OptimManager:
         expect_flag("gather_opt", gather_opt)
         world.barrier("OptimManager.state_dict")
         own = self.own_state()
-        state = {"optimizers": [save_state(optimizer, world, gather_opt) for optimizer in self.optimizers], **own}
+        optimizers = [save_state(optimizer, world, gather_opt) for optimizer in self.optimizers]
+        for saved in optimizers:  # a tensor among the settings, such as a learning rate, may change later
+            saved["param_groups"] = copy.deepcopy(saved["param_groups"])
+        state = {"optimizers": optimizers, **copy.deepcopy(own)}
         return {**state, _CHECKSUMS: checksums(_by_entry(state))}
 
     def own_state(self) -> dict[str, Any]:
@@ -696,6 +700,7 @@ class OptimManager:
             self._scale.fill_(state["loss_scale"])
         self._clean_steps.fill_(state["clean_steps"])
         self._skips.start_anew()  # steps that were skipped before the loading do not count from here on
+        self._updated.clear()  # a step that failed before the loading is not continued after it
 
     # -- the end of the last step -------------------------------------------------------------------------------
 
@@ -713,7 +718,8 @@ class OptimManager:
         if skipped:
             self._skips.look(self._steps, self._last_gradients())
         used, self._used = self._used, {}
-        if skipped and self._updated_in_backward:
+        updated_in_backward, self._updated_in_backward = self._updated_in_backward, False
+        if skipped and updated_in_backward:
             raise RuntimeError(
                 "a gradient was inf or nan, and update_in_backward() had used it before this step could be skipped. "
                 "The weights are wrong now. Continue from a checkpoint, without update_in_backward()."

@@ -142,8 +142,9 @@ class ShardedBuffer:
 
         Args:
             cls: the class of the local parameters. Their memory is a 1-D view of `shard`.
-            parameters: the full parameters, in the order of the buffer. Their `requires_grad`, and their attributes
-                `init_method` and `group` (of BMTrain), if any, are copied.
+            parameters: the full parameters, in the order of the buffer. Their `requires_grad` is copied, and so are
+                their attributes `init_method` and `group` (of BMTrain), and plain values that a program has set as
+                attributes of a torch.nn.Parameter, such as Mamba's `_no_weight_decay`.
         """
         slices: list[Any] = []
         for index, (parameter, local_range) in enumerate(zip(parameters, self.local_ranges)):
@@ -152,6 +153,9 @@ class ShardedBuffer:
             made.buffer, made.index, made.placement = self, index, self.placements[index]
             made.on_demand, made.origin, made._gradient_hooks = None, None, OrderedDict()
             made.init_method, made.group = getattr(parameter, "init_method", None), getattr(parameter, "group", None)
+            if type(parameter) is torch.nn.Parameter:
+                plain = {name: value for name, value in vars(parameter).items() if isinstance(value, (int, float, str))}
+                vars(made).update({name: value for name, value in plain.items() if not hasattr(made, name)})
             slices.append(made)
         self.gradient.slices = [weakref.ref(made) for made in slices]
         return slices

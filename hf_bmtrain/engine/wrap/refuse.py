@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Sequence
 from typing import NoReturn
 
@@ -13,6 +14,7 @@ from ..runtime.world import current_world
 from ..sharding.parameter import DistributedParameter
 from ..sharding.sourced import SourcedParameter
 
+_log = logging.getLogger("hf_bmtrain")
 _EMBEDDINGS = (torch.nn.Embedding, torch.nn.EmbeddingBag)
 
 
@@ -145,6 +147,18 @@ def admit_parameters(model: torch.nn.Module, recognized: Callable[[torch.nn.Para
             )
     if not simulating:
         _refuse_common_memory(model)
+    computed = [
+        name
+        for name, parameter in model.named_parameters()
+        if not isinstance(parameter, DistributedParameter) and parameter.grad is not None
+    ]
+    if computed and current_world().rank == 0:
+        _log.warning(
+            "auto_wrap: the gradients of %d parameters (such as '%s') are dropped. To use them, call optimizer.step() "
+            "before auto_wrap, or run their backward after it",
+            len(computed),
+            computed[0],
+        )
 
 
 def _refuse_common_memory(model: torch.nn.Module) -> None:

@@ -78,6 +78,36 @@ def test_gradients(nested, beside, use_checkpoint):
         torch.testing.assert_close(ours.gather_gradient(), theirs.grad, msg=lambda text, name=name: f"{name}: {text}")
 
 
+class Runs(torch.autograd.Function):
+    """Calls a function in its backward."""
+
+    @staticmethod
+    def forward(ctx, x, function):
+        ctx.function = function
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        with torch.enable_grad():
+            ctx.function()
+        return gradient, None
+
+
+@pytest.mark.parametrize("use_checkpoint", [True, False])
+@on_ranks(1, 2)
+def test_a_forward_in_another_backward_after_one_without_a_backward(use_checkpoint):
+    """It is no recomputation of the forward whose backward never came."""
+    plain = Twice((), "nothing").double()
+    model = bmt.auto_wrap(copy.deepcopy(plain), use_checkpoint=use_checkpoint)
+    x = torch.linspace(-1, 1, 4 * WIDTH).double().view(4, WIDTH)
+    for each in (model, plain):
+        kept = each(x)
+        Runs.apply(torch.ones(1, requires_grad=True), lambda each=each: each(x.cos()).backward()).sum().backward()
+        assert kept.requires_grad
+    for (name, ours), theirs in zip(model.named_parameters(), plain.parameters()):
+        torch.testing.assert_close(ours.gather_gradient(), theirs.grad, msg=lambda text, name=name: f"{name}: {text}")
+
+
 @pytest.mark.parametrize("plain_first", [True, False])
 @on_ranks(1, 2)
 def test_a_model_in_a_reentrant_checkpoint_beside_a_plain_call(plain_first):

@@ -426,6 +426,41 @@ def test_a_step_that_raised_can_be_repeated(first, second, loss_scale):
     torch.testing.assert_close(*results)
 
 
+@on_ranks(1)
+def test_a_step_that_failed_before_a_load_is_not_continued():
+    """Both optimizers step: the update of the first, before the error, was undone by the load."""
+    parts = [torch.nn.Parameter(torch.zeros(2)) for _ in range(2)]
+    optimizers = [torch.optim.SGD([part], lr=1.0) for part in parts]
+    manager = bmt.optim.OptimManager()
+    for optimizer in optimizers:
+        manager.add_optimizer(optimizer)
+    state = manager.state_dict()
+    handle = optimizers[1].register_step_pre_hook(mock.Mock(side_effect=torch.OutOfMemoryError("no memory")))
+    manager.backward(sum(part.sum() for part in parts))
+    with pytest.raises(torch.OutOfMemoryError):
+        manager.step()
+    handle.remove()
+    manager.load_state_dict(state)
+    with torch.no_grad():
+        parts[0].zero_()
+    manager.step()
+    assert [part.tolist() for part in parts] == [[-1.0, -1.0]] * 2
+
+
+@on_ranks(1)
+def test_a_state_keeps_settings_that_change_later():
+    part = torch.nn.Parameter(torch.zeros(2))
+    optimizer = torch.optim.AdamW([part], lr=torch.tensor(0.5))
+    manager = bmt.optim.OptimManager()
+    manager.add_optimizer(optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step)))
+    state = manager.state_dict()
+    manager.backward(part.sum())
+    manager.step()
+    assert optimizer.param_groups[0]["lr"] == 0.25 and state["optimizers"][0]["param_groups"][0]["lr"] == 0.5
+    manager.load_state_dict(state)
+    assert optimizer.param_groups[0]["lr"] == 0.5
+
+
 @on_ranks(2)
 def test_a_repeated_step_searches_no_gradient_again():
     """Even if different optimizers failed on the ranks, and only one has divided its gradients until then."""

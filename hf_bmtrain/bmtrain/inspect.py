@@ -79,6 +79,11 @@ class _Local:
         self.gradient = None if gradient is None else _Moments.of(gradient)
 
 
+def _version_of(tensor: torch.Tensor) -> int | None:
+    """Return torch's counter of in-place changes, or None for a tensor of inference mode, which has no counter."""
+    return None if tensor.is_inference() else tensor._version
+
+
 def _line(ranks: Sequence[_Local], shape: tuple[int, ...]) -> dict[str, Any]:
     """Return the dict that describes one tensor in a summary: its name, its shape and statistics over all ranks.
 
@@ -159,7 +164,7 @@ class _Record:
     name: str
     group: str | None
     wants_gradient: bool
-    version: int
+    version: int | None
 
 
 class InspectTensor:
@@ -184,7 +189,7 @@ class InspectTensor:
         wants = requires_grad and x.requires_grad
         if wants:
             x.retain_grad()
-        self._records.append(_Record(x, name, group, wants, x._version))
+        self._records.append(_Record(x, name, group, wants, _version_of(x)))
 
     @property
     def summary(self) -> list[dict[str, Any]]:
@@ -219,7 +224,7 @@ class InspectTensor:
         """
         world = current_world()
         world.barrier("get_summary")
-        written = ", ".join(record.name for record in self._records if record.tensor._version != record.version)
+        written = ", ".join(record.name for record in self._records if _version_of(record.tensor) != record.version)
         world.raise_everywhere(
             "Recorded tensors were modified in place afterwards, so their values are lost. Record x.clone(), or write "
             "`x = x + y` instead of `x += y`",

@@ -87,8 +87,10 @@ class StagedWeights:
         """
         return self._versions is not None and self._versions == self._present()
 
-    def _present(self) -> list[int]:
-        return [buffer.version for buffer in dict.fromkeys(p.buffer for p in self.model.parameters())]
+    def _present(self) -> list[int | None]:
+        """Return the version of each flat buffer, and None for each parameter that was added and is not sharded."""
+        buffers = dict.fromkeys(getattr(parameter, "buffer", parameter) for parameter in self.model.parameters())
+        return [getattr(each, "version", None) for each in buffers]
 
     def save_pretrained(self, save_directory: Any, *args: Any, **kwargs: Any) -> Any:
         """Save the weights that `gather` has collected on rank 0. Other ranks do nothing.

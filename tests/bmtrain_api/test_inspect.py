@@ -154,6 +154,8 @@ def shapes_of_ranks():
             bmt.inspect.record_tensor(torch.tensor([1.0, float("nan") if rank == first else 2.0]), "x")
         line = inspector.get_summary()[0]
         assert numpy.isnan([line["min"], line["max"], line["mean"]]).all()
+    with torch.inference_mode():  # in which tensors have no version
+        assert summary(2 + rank, 3)[0]["shape"] == (5, 3)
     for shape in ((2, 3 + rank), (3,) * rank, (3,) * (1 - rank), (3,) * (1 + rank)):
         with pytest.raises(RuntimeError, match=r"layer\.0\.x with different shapes: .* Only dimension 0 may differ"):
             summary(*shape)

@@ -4,6 +4,7 @@ import gc
 import math
 import weakref
 
+import numpy
 import pytest
 import torch
 import transformers
@@ -12,7 +13,7 @@ from trainer_usages import OwnMean, Rows, bert, collate, ctc, electra, llama, me
 import hf_bmtrain as bmt
 import jobs
 from cases import full, in_full
-from hf_bmtrain.hf.losses.count_use import CountUse
+from hf_bmtrain.hf.losses.count_use import CopiesCount, CountUse
 from hf_bmtrain.hf.losses.hooks import counted_labels
 from log_lines import log_lines
 from tiny_models import build
@@ -245,18 +246,33 @@ def compiled(function):
 compiled_ignore = compiled(ignore)
 
 
+def divide_by_new_tensor(total, count):
+    return total / torch.tensor(count, dtype=total.dtype)
+
+
+def divide_by_array(total, count):
+    return total / float(numpy.asarray(count))
+
+
+def divide_in_stack(total, count):
+    both = torch.stack([total, count])
+    return both[0] / both[1]
+
+
 @pytest.mark.parametrize(
     "function",
     [
-        divide, divide_by_copy, divide_by_number, divide_by_item, pass_on, fused, ignore, compiled(divide),
-        compiled(divide_by_copy), compiled(pass_on), compiled_ignore,
+        divide, divide_by_copy, divide_by_number, divide_by_item, pass_on, fused, ignore, divide_by_new_tensor,
+        divide_by_array, divide_in_stack, compiled(divide), compiled(divide_by_copy), compiled(pass_on),
+        compiled_ignore,
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("count", [torch.tensor(7), 7])
 def test_use_of_the_number_of_labels_is_seen(function, count):
     use, total = CountUse(), torch.tensor(3.0, requires_grad=True)
     for _ in range(2):
-        loss = function(total, count=use.observed(count))
+        with CopiesCount():
+            loss = function(total, count=use.observed(count))
         assert use.seen == (function not in (ignore, compiled_ignore))
         assert type(loss) is torch.Tensor and loss.requires_grad
         torch.testing.assert_close(loss, function(total, count=torch.as_tensor(count)))

@@ -9,6 +9,7 @@ the dtype of the activations.
 
 from __future__ import annotations
 
+import copy
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -41,6 +42,9 @@ class Float8Inputs:
         self._last: weakref.ref[Tensor] | None = None
         self._state: tuple[torch.dtype, int] | None = None
         self._factors: tuple[Float8, Float8 | None] | None = None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Float8Inputs:
+        return Float8Inputs()
 
     def factors(self, x: Tensor, dtype: torch.dtype, both: bool) -> tuple[Tensor | None, ...]:
         """Quantize x to float8 with one scale per row and, if `both`, also with one scale per column.
@@ -112,6 +116,10 @@ class Float8State:
     powers: Tensor | None = None
     storage: Float8Storage | None = None
     index: int = 0
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Float8State:
+        """Return the state of a layer of a model's copy, whose weights are full: nothing of the sharded model."""
+        return Float8State(self.transposed, copy.deepcopy(self.inputs, memo), self.active)
 
     def gathered(self, weight: Tensor) -> GatheredFactor | None:
         """Return the layer's weight as it was all-gathered in float8, or None if the layer must quantize `weight`.

@@ -21,7 +21,7 @@ from torch import Tensor
 from ...engine.base.checksums import digest
 from ...engine.base.torch_internals import disable_compiler, pytree
 from ...engine.runtime.world import current_world
-from .attention import ROW, Row
+from .attention import ROW, Row, register
 from .choose import attentions_of, loss_kind, sets_shape
 from .exchange import gather_tokens, mean_over_group
 from .parts import Parts
@@ -70,6 +70,7 @@ class SharedRows:
         self._as_tuple = self._in_training = False
         self._rows = 0
         self._handles: list[Any] = []
+        self._configs: list[Any] = []  # the configurations that name the attention function of the watched blocks
         self.follow(model)
 
     def follow(self, model: torch.nn.Module) -> None:
@@ -113,7 +114,9 @@ class SharedRows:
             trunk: the module whose forward calls these blocks.
         """
         for layer in layers:
-            hook = functools.partial(self._before_layer, attentions_of(layer))
+            attentions = attentions_of(layer)
+            self._configs += [each.config for each in attentions if each.config not in self._configs]
+            hook = functools.partial(self._before_layer, attentions)
             layer.register_forward_pre_hook(hook, with_kwargs=True)
         if sets_shape(trunk):
             layers[-1].register_forward_hook(self._after_last_layer)
@@ -134,6 +137,8 @@ class SharedRows:
                 f"{sorted(name for name, value in given.items() if value is not None)}."
             )
         _refuse_arguments(base, given)
+        for config in self._configs:  # again, because `set_attn_implementation` may have been called since
+            config._attn_implementation_internal = register(config._attn_implementation)
         rows, length = row.shape[:2]
         if length < self.size:
             raise ValueError(
@@ -180,12 +185,13 @@ class SharedRows:
                 "labels, and compute the loss from its outputs, which contain all tokens."
             )
         targets = labels
+        ignored = _IGNORED if kind == "mean" else given.get("ignore_index", _IGNORED)
         if kind == "shifted":
             targets = given.get("shift_labels")
             if targets is None:
-                targets = torch.nn.functional.pad(labels, (0, 1), value=_IGNORED)[:, 1:]
+                targets = torch.nn.functional.pad(labels, (0, 1), value=ignored)[:, 1:]
             given["shift_labels"] = parts.take(targets, 1).contiguous()
-        present_in_rows = targets.ne(_IGNORED).sum()
+        present_in_rows = targets.ne(ignored).sum()
         given["labels"] = own = parts.take(labels, 1).clone()
         if kind != "mean":
             # The model divides the sum of this rank's losses by `num_items_in_batch`. The results of the group's ranks

@@ -5,11 +5,16 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch.overrides import TorchFunctionMode
 
+from ...engine.base.torch_internals import pytree
 from ...engine.blocks.block import CheckpointBlock
 from .hooks import COUNT, keep_hooks
 
-_READS = {getattr(torch.Tensor, name) for name in ("item", "tolist", "numpy", "__int__", "__float__", "__bool__")}
+_READS = {
+    getattr(torch.Tensor, name)
+    for name in ("item", "tolist", "numpy", "__int__", "__float__", "__bool__", "__index__", "__array__")
+}
 """Functions that return the value of a tensor as a Python object or a NumPy array."""
 
 
@@ -39,6 +44,24 @@ class CountUse:
         tensor = plain.as_subclass(_Observed)
         tensor.plain, tensor.use = plain, self
         return tensor
+
+
+class CopiesCount(TorchFunctionMode):
+    """A context in which `torch.tensor(count)` is a use of a `count` that `CountUse` observes.
+
+    torch.tensor does not call the `__torch_function__` of a tensor from which it copies the values.
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is torch.tensor:
+            for use in _uses_in((args, kwargs)):
+                use.seen = True
+        return func(*args, **kwargs)
+
+
+def _uses_in(given: Any) -> list[CountUse]:
+    return [value.use for value in pytree.tree_leaves(given) if isinstance(value, _Observed)]
 
 
 def hide_from_blocks(model: Any) -> None:
@@ -72,10 +95,9 @@ class _Observed(torch.Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        uses = [value.use for value in (*args, *kwargs.values()) if isinstance(value, _Observed)]
-        args = [value.plain if isinstance(value, _Observed) else value for value in args]
-        kwargs = {name: value.plain if isinstance(value, _Observed) else value for name, value in kwargs.items()}
+        given = args, kwargs or {}
+        uses = _uses_in(given)
+        args, kwargs = pytree.tree_map(lambda value: value.plain if isinstance(value, _Observed) else value, given)
         result = func(*args, **kwargs)
         # Reading the dtype, shape or device does not count as a use. torch.compile reads them even if nothing uses the
         # tensor.

@@ -49,7 +49,7 @@ def follow_short_batch(trainer: transformers.Trainer) -> None:
         return
     plain, told = trainer.prediction_step, False
 
-    def as_in_one_process(model: Any, inputs: Any, prediction_loss_only: bool, ignore_keys: Any = None) -> Any:
+    def as_in_one_process(model: Any, inputs: Any, prediction_loss_only: bool, *args: Any, **kwargs: Any) -> Any:
         nonlocal told
         left, groups = _rows_left(trainer), world.size // ranks_per_row(trainer.model)
         group = world.rank // ranks_per_row(trainer.model)
@@ -69,7 +69,7 @@ def follow_short_batch(trainer: transformers.Trainer) -> None:
         # `full` is whether the last batch has no repeated rows, although Accelerate treats it as short.
         full = left is not None and not flattened
         full = full and all(world.gather_objects(left == groups * (rows_in(inputs) or 0)))
-        loss, logits, labels = plain(model, inputs, prediction_loss_only, ignore_keys=ignore_keys)
+        loss, logits, labels = plain(model, inputs, prediction_loss_only, *args, **kwargs)
         generates = getattr(trainer.args, "predict_with_generate", False) and not prediction_loss_only
         if loss is not None and (of_labels or generates):
             loss = _weigh(trainer, inputs, loss, of_labels, world)
@@ -109,7 +109,8 @@ def follow_short_batch(trainer: transformers.Trainer) -> None:
         told = True
         return loss, logits, labels
 
-    def prediction_step(model: Any, inputs: Any, prediction_loss_only: bool, ignore_keys: Any = None) -> Any:
+    # Other arguments are `ignore_keys` and, for Seq2SeqTrainer, options of `generate`.
+    def prediction_step(model: Any, inputs: Any, prediction_loss_only: bool, *args: Any, **kwargs: Any) -> Any:
         accelerator = trainer.accelerator
         follow_loss_function(trainer)
         # Seq2SeqTrainer sets `gather_function` to `Accelerator.gather`, which keeps repeated rows. Use `gather` only
@@ -127,7 +128,7 @@ def follow_short_batch(trainer: transformers.Trainer) -> None:
             trainer.gather_function = _GatherRows(  # pyright: ignore[reportAttributeAccessIssue]
                 accelerator, lambda losses: accelerator.gather_for_metrics(losses[: _rows_of_rank(trainer)])
             )
-        loss, logits, labels = as_in_one_process(model, inputs, prediction_loss_only, ignore_keys)
+        loss, logits, labels = as_in_one_process(model, inputs, prediction_loss_only, *args, **kwargs)
         if isinstance(trainer.gather_function, _GatherRows):
             trainer.gather_function.loss_comes = loss is not None
         return loss, logits, labels

@@ -266,6 +266,20 @@ def test_shared_weights_are_gathered_in_their_own_dtype():
     assert not isinstance(model.layers[1][0].weight.buffer.storage, Float8Storage)
 
 
+@pytest.mark.parametrize("steps", [0, *in_full(3)])
+@on_ranks(2, full=(1,))
+def test_copies_of_a_model_in_float8(steps):
+    """A copy computes as its original does."""
+    model = bmt.auto_wrap(Stack(), float8=True)
+    x = torch.randn(8, 32, generator=torch.Generator().manual_seed(0))
+    for _ in range(steps):
+        model(x).backward()
+    with torch.no_grad():
+        copied, expected = copy.deepcopy(model), model(x)
+        assert any(isinstance(each, Float8Linear) for each in copied.modules())
+        torch.testing.assert_close(copied(x), expected, rtol=1e-2, atol=0)
+
+
 @on_ranks(2)
 def test_copies_of_a_wrapped_model_are_ordinary_and_gathered_in_float8():
     copied = copy.deepcopy(bmt.auto_wrap(Stack()))

@@ -128,6 +128,24 @@ def test_levels(level, recompute):
     check("llama-9-heads", 2, zero_level=level, use_checkpoint=recompute)
 
 
+def own_ignored(model, batch):
+    """As if 7 meant that a label does not count."""
+    labels = batch["labels"].clone()
+    labels[:, ::3] = 7
+    return model(input_ids=batch["input_ids"], labels=labels, ignore_index=7).loss
+
+
+def reset_attention(model, batch):
+    model.set_attn_implementation("sdpa")
+    return model(**batch).loss
+
+
+@pytest.mark.parametrize("loss", [own_ignored, reset_attention])
+@on_ranks(2)
+def test_what_a_program_may_set(loss):
+    check("llama", 2, loss=loss)
+
+
 @on_ranks(2)
 def test_labels_of_the_caller_stay_as_they_are():
     model = bmt.auto_wrap(MODELS["bert"](), sequence_parallel=2)

@@ -10,6 +10,7 @@ from unittest import mock
 
 import numpy
 import pytest
+import safetensors.torch
 import torch
 import transformers
 
@@ -658,6 +659,8 @@ def saved_on_demand(folder):
         for parameter in trainer.model.parameters():
             parameter.mul_(0.5)
     trainer.model.save_pretrained(f"{folder}/halved")  # all ranks
+    trainer.model.extra = torch.nn.Linear(2, 2)
+    trainer.model.save_pretrained(f"{folder}/extended")  # all ranks; with what was added after the training
     bmt.synchronize()
     return state
 
@@ -669,6 +672,7 @@ def test_a_save_on_demand(world, tmp_path, size):
     assert (tmp_path / "checkpoint-2" / "model.safetensors").is_file()
     for state in states:
         check_opens(tmp_path / "halved", {name: value / 2 for name, value in state.items()})
+    assert "extra.weight" in safetensors.torch.load_file(tmp_path / "extended" / "model.safetensors")
 
 
 def without_norm(module, state, prefix, metadata):

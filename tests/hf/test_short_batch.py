@@ -4,7 +4,7 @@ the loss is the trainer's own. `trainer_usages` compares all other evaluations w
 import pytest
 import torch
 import transformers
-from trainer_usages import OwnLoss, Rows, Stream, bert, collate, focal_of_outputs, llama
+from trainer_usages import OwnLoss, Rows, Stream, bert, collate, focal_of_outputs, llama, t5
 
 import hf_bmtrain as bmt
 import jobs
@@ -83,6 +83,25 @@ def test_batches_with_lists(world, tmp_path):
         for number, function in enumerate(both):
             first, second = world(2)(function, str(tmp_path / f"{cls.__name__}-{size}-{number}"), size, cls)
             assert ["has 2 rows for 2 ranks" in line for line in first] == [True] * (function in told) and not second
+
+
+def generated(folder):
+    """What prediction_step generates with an option of `generate`, after an evaluation."""
+    args = transformers.Seq2SeqTrainingArguments(
+        folder, per_device_eval_batch_size=2, predict_with_generate=True, report_to=[], use_cpu=True, disable_tqdm=True
+    )
+    ids = torch.arange(1, 9).view(2, 4)
+    rows = [{"input_ids": row, "labels": row} for row in ids.tolist()] * 2
+    callbacks = [bmt.hf.BMTrainCallback()]
+    trainer = transformers.Seq2SeqTrainer(bmt.auto_wrap(t5()), args, eval_dataset=rows, callbacks=callbacks)
+    trainer.evaluate()
+    batch = {"input_ids": ids, "labels": ids}
+    return trainer.prediction_step(trainer.model, batch, False, min_new_tokens=9, max_new_tokens=9)[1].shape
+
+
+@full
+def test_options_of_generate(world, tmp_path):
+    assert world(2)(generated, str(tmp_path)) == [(2, 10)] * 2  # the start token and nine more
 
 
 @full

@@ -201,10 +201,11 @@ class MuonOptimizer(AdamOptimizer):
     # -- runs (adjacent parameters that are updated together) and their state ------------------------------------
 
     def _arrange(self, active: list[list[torch.nn.Parameter]]) -> bool:
+        # In every step, because the caller may have replaced the dict of a group, to change its settings.
+        self._group_of = {p: group for group in self.param_groups for p in group["params"]}
         if not super()._arrange(active):
             return False
         communicator = current_world().shard_group
-        self._group_of = {p: group for group in self.param_groups for p in group["params"]}
         matrices = [
             matrix
             for number, state in enumerate(self._states)

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
 import torch
@@ -231,7 +232,8 @@ class AdamOffloadOptimizer(AdamOptimizer):
 
         What you can no longer do after this backward, because it has already used most gradients:
 
-        * Change settings such as lr: set them before the backward. Otherwise `step` raises RuntimeError.
+        * Change settings such as lr: set them before the backward. Otherwise `step` raises RuntimeError. The same holds
+          for moving parameters to a parameter group with other settings.
         * Clip, scale or otherwise change gradients. `OptimManager.clip_grad_norm` raises RuntimeError. So does `step`,
           if a used gradient has changed, or if `step` gets a `scale` or `grad_scale`.
         * Skip the step. If a gradient is inf or nan, the weights become inf or nan too, and OptimManager raises
@@ -242,6 +244,7 @@ class AdamOffloadOptimizer(AdamOptimizer):
         * parameters that are not sharded,
         * all parameters, in the first step of the optimizer, in the first step after the caller has changed
           `optimizer.state`, and in the first step after `load_state_dict` (but usually not after `bmt.load_state`),
+        * all parameters, in the first step after some were moved to a parameter group with other settings, or removed,
         * the parameters of a flat buffer (usually those of a block), if a different set of them has a gradient than in
           the last step. If this backward has updated other flat buffers, the backward of the following step updates
           nothing, and its `step` updates all parameters,
@@ -330,7 +333,8 @@ class AdamOffloadOptimizer(AdamOptimizer):
 
         A hook calls this during the backward. The update is left to `step` if no grouping into runs is known from an
         earlier step, if no parameter of the buffer has a gradient, if the set of its parameters that have a gradient
-        has changed since the last step, or if the user has replaced a `.grad`.
+        has changed since the last step, if the parameter groups have changed since then (see `_keep_settings`), or if
+        the user has replaced a `.grad`.
 
         local_params: the trainable local parameters of one flat buffer that are in this optimizer.
         """
@@ -346,6 +350,10 @@ class AdamOffloadOptimizer(AdamOptimizer):
                 "that the first one has already updated. To accumulate gradients, put only the last backward of a step "
                 "inside `with optimizer.update_in_backward():`, and call step() after it."
             )
+        # Compare the groups only before the first update of a backward, because this takes a time proportional to the
+        # number of all parameters.
+        if not self._early.parameters and not self._keep_settings(chain.from_iterable(self._active)):
+            return
         for copied in tuple(current_world().copying):
             copied.wait()
         # Writing to the weights is safe now: every rank has contributed to the reduced gradients, and so has finished
@@ -353,6 +361,20 @@ class AdamOffloadOptimizer(AdamOptimizer):
         self._step_runs(numbers)
         self._early.parameters.update(gradient_versions(local_params))
         self._early.settings = _snapshot(self._settings())
+
+    def _keep_settings(self, parameters: Iterable[torch.nn.Parameter]) -> bool:
+        """Return whether an update during the backward has the settings of the present groups of these parameters.
+
+        Such an update has the settings of the groups for which `_arrange` has last divided the parameters into runs. So
+        this returns False if the caller has since moved some of these parameters to a group with other settings, or
+        removed them, or changed the order of groups with different settings. Only `step` divides the parameters anew.
+
+        parameters: parameters of the last arrangement.
+        """
+        settings = _snapshot(self._settings())
+        used = {p: each for members, each in zip(self._active, settings) for p in members}
+        present = {p: each for group, each in zip(self.param_groups, settings) for p in group["params"]}
+        return all(p in used and p in present and used[p] == present[p] for p in parameters)
 
     def _abandon_early(self) -> None:
         """Forget which parameters a backward has updated. Called if that backward has failed.
@@ -373,8 +395,8 @@ class AdamOffloadOptimizer(AdamOptimizer):
     def _check_early(self) -> None:
         """Raise RuntimeError if gradients or settings have changed since parameters were updated in the backward.
 
-        Also raise it if `step` is to divide the gradients by `grad_scale`. Either change would have no effect on the
-        parameters that are already updated.
+        Also raise it if `step` is to divide the gradients by `grad_scale`, or if an updated parameter is now in a group
+        with other settings, or in none. Such a change would have no effect on the parameters that are already updated.
         """
         parameters = self._early.parameters
         if not parameters:
@@ -385,6 +407,8 @@ class AdamOffloadOptimizer(AdamOptimizer):
             problem = "gradients were changed (for example clipped or unscaled)"
         elif _snapshot(self._settings()) != self._early.settings:
             problem = "lr or another setting of a parameter group was changed before step()"
+        elif not self._keep_settings(parameters):
+            problem = "parameters were moved out of their parameter group before step()"
         else:
             return
         raise RuntimeError(

@@ -255,6 +255,29 @@ def test_deep_copy():
     copied()
 
 
+@on_ranks(1, 2)
+def test_groups_may_be_replaced_between_steps():
+    """The settings of a new dict count from the next step on, as those that are written into the old one do."""
+    trained = []
+    for replaced in (False, True):
+        model = bmt.auto_wrap(Tower())
+        optimizer = bmt.optim.MuonOptimizer(model)
+        groups = optimizer.param_groups
+        for step, settings in enumerate([{}, {"lr": 0.0, "weight_decay": 0.0}, {"lr": 0.1, "nesterov": False}]):
+            if replaced:
+                groups[0] = {**groups[0], **settings}
+            else:
+                groups[0].update(settings)
+            before = model.state_dict()
+            model(ids(step, bmt.rank())).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            same = [name for name, value in model.state_dict().items() if torch.equal(value, before[name])]
+            assert same == [f"layers.{number}.linear.weight" for number in range(3) if step == 1], (replaced, step)
+        trained.append(model.state_dict())
+    assert all(torch.equal(value, trained[1][name]) for name, value in trained[0].items())
+
+
 class Odd(torch.nn.Module):
     def __init__(self):
         super().__init__()

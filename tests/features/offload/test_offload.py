@@ -5,8 +5,10 @@ AdamOptimizer keeps float32 masters here, or both forms of them are compared.
 
 import copy
 import gc
+import itertools
 import pickle
 import weakref
+from contextlib import nullcontext
 from unittest import mock
 
 import pytest
@@ -22,7 +24,7 @@ from hf_bmtrain.features.offload import slabs
 from inner import chunks_of, run_of
 from offloaded import DTYPES, Trainee, as_on_a_gpu, assert_equal, the_same
 from twenty_steps import OPTIONS, groups
-from twins import ids
+from twins import Tower, ids
 
 KINDS = (FloatMasters, bmt.optim.AdamOptimizer, bmt.optim.AdamOffloadOptimizer)
 
@@ -296,6 +298,85 @@ def looked_at_and_pickled(seed):
                 assert all(torch.equal(x, y) for x, y in zip(pickle.loads(a), pickle.loads(b)))
 
 
+class Grouped:
+    """A tower in three groups, of which the last two are its first two layers, updated in backward or not."""
+
+    def __init__(self, early):
+        self.model, self.early = bmt.auto_wrap(Tower()), early
+        split = {"layers.0.": (1e-2, []), "layers.1.": (1e-4, []), "": (1e-3, [])}
+        for name, p in self.model.named_parameters():
+            next(members for prefix, (_, members) in split.items() if name.startswith(prefix)).append(p)
+        first, second, rest = ({"params": members, "lr": lr} for lr, members in split.values())
+        self.optimizer = bmt.optim.AdamOffloadOptimizer([rest, first, second])
+
+    def backward(self, number, change=lambda groups: None):
+        with self.optimizer.update_in_backward() if self.early else nullcontext():
+            loss = self.model(ids(number, bmt.rank()))
+            change(self.optimizer.param_groups)
+            loss.backward()
+
+    def step(self):
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+
+def merged(groups):
+    groups[1]["params"] += groups[2]["params"]
+    groups[2]["params"] = []
+
+
+def regrouped(seed):
+    """Groups that are changed between steps, or before the backward, are used at once; the next backward updates."""
+    changes = merged, lambda groups: groups.reverse(), lambda groups: groups.pop(0)
+    paths = (False, nullcontext), (True, lambda: as_on_a_gpu(seed))
+    for change, (inside, path) in itertools.product(changes, paths):
+        results, updated = [], []
+        for early in (False, True):
+            with path():
+                grouped = Grouped(early)
+                for number in range(5):
+                    if number == 2 and not inside:
+                        change(grouped.optimizer.param_groups)
+                    grouped.backward(number, *[change] * (number == 2 and inside))
+                    updated.append(grouped.optimizer.updated_in_backward)
+                    grouped.step()
+                results.append(grouped.model.state_dict())
+        for name, value in results[0].items():
+            assert torch.equal(value, results[1][name]), (name, (value - results[1][name]).abs().max())
+        assert updated == [False] * 5 + [False, True, False, True, True]
+
+
+def regrouped_too_late(seed):
+    """After the backward, a parameter that it has updated may change its group only for one with the same settings."""
+    grouped = Grouped(True)
+    for number in range(4):
+        grouped.backward(number)
+        if number == 1:
+            groups = grouped.optimizer.param_groups
+            groups[1]["params"].reverse()
+            groups[1]["lr"] = groups[2]["lr"]
+            with pytest.raises(RuntimeError, match="another setting of a parameter group was changed before step"):
+                grouped.optimizer.step()
+            groups[1]["lr"] = 1e-2
+        grouped.step()
+    moved, kept = (copy.copy(group["params"]) for group in groups[1:])
+    for members in ([], moved + kept):
+        grouped.backward(4)
+        assert grouped.optimizer.updated_in_backward
+        groups[1]["params"], groups[2]["params"] = [], members
+        with pytest.raises(RuntimeError, match="parameters were moved out of their parameter group"):
+            grouped.optimizer.step()
+        groups[1]["params"], groups[2]["params"] = moved, kept
+        grouped.step()
+        grouped.backward(5)
+        grouped.step()
+    groups[1]["lr"] = groups[2]["lr"]
+    grouped.backward(6)
+    assert grouped.optimizer.updated_in_backward
+    groups[1]["params"], groups[2]["params"] = [], moved + kept
+    grouped.step()
+
+
 def each_buffer_waits_for_its_own(seed):
     """A gather is behind the update of its buffer and not behind the last one; updates come in the buffers' order."""
     with as_on_a_gpu(seed) as clock:
@@ -343,7 +424,7 @@ CASES = [
     (steps_in_a_row,), (ordinary,), (without_a_gradient,), (the_first_buffers_come_first,),
     (written_gradients_wait,), (direct_reads,), (looked_at_and_pickled,), (each_buffer_waits_for_its_own,),
     (a_resident_update_leaves_nothing_pending,), (hand_written,), (written_while_frozen,),
-    (another_master_is_loaded,), (all_dtypes_at_once,),
+    (another_master_is_loaded,), (all_dtypes_at_once,), (regrouped,), (regrouped_too_late,),
 ]  # fmt: skip
 
 
@@ -356,6 +437,8 @@ CASES = [
         (without_a_gradient,),
         (each_buffer_waits_for_its_own,),
         (written_while_frozen,),
+        (regrouped,),
+        (regrouped_too_late,),
     ),
     ids=lambda case: "-".join(str(getattr(c, "__name__", c)) for c in case),
 )
@@ -412,5 +495,5 @@ def test_too_little_memory_is_said_with_the_numbers():
     parameter = torch.nn.Parameter(torch.ones(1 << 20, dtype=torch.bfloat16))
     parameter.grad = torch.ones_like(parameter)
     with as_on_a_gpu(0), mock.patch.object(pinned, "available_bytes", return_value=3 << 20):
-        with pytest.raises(RuntimeError, match="0.0 GiB .* state of 1,048,576 elements in 1 parameters .* 0.0 GiB"):
+        with pytest.raises(RuntimeError, match="10.0 MiB .* state of 1,048,576 elements in 1 parameters .* 0.0 GiB .* train on more ranks"):
             bmt.optim.AdamOffloadOptimizer([parameter]).step()

@@ -387,3 +387,38 @@ MORE_PAIRS = [
 def test_the_state_of_another_optimizer(folder, before, after, fits):
     """It is refused before anything changes, unless the settings that the optimizer needs are there."""
     other_kind(folder, before, after, fits)
+
+
+def gathered_tensors(optimizer):
+    """The tensors of an optimizer's full state, on rank 0."""
+    return {
+        key: {name: value for name, value in values.items() if isinstance(value, torch.Tensor)}
+        for key, values in optimizer.state_dict(gather=True)["state"].items()
+    }
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "tensor"),
+    [("adam", True), ("adam", False), *rows_in_full([("8 bits", True), ("muon", True), ("offload", False)])],
+)
+@on_ranks(2)
+def test_entries_of_other_code(folder, optimizer, tensor):
+    """A checkpoint with them could not be loaded: only they were compared with the names of the moments."""
+    model, trained_by = make("float32", 0, optimizer)
+    step(model, trained_by)
+    given = {"mine": 5, "text": "x", "nothing": None, "list": [1, 2]}
+    for parameter in model.parameters():
+        trained_by.state[parameter].update(given, **({"slow": parameter.detach().double()} if tensor else {}))
+    slow = [parameter.part.double() for parameter in model.parameters()]
+    bmt.save_state(folder, model, trained_by)
+    expected = gathered_tensors(trained_by)
+    model, trained_by = make("float32", 1, optimizer)
+    bmt.load_state(folder, model, trained_by)
+    torch.testing.assert_close(gathered_tensors(trained_by), expected, rtol=0, atol=0)
+    for steps in (0, 1):
+        for _ in range(steps):
+            step(model, trained_by)
+        for parameter, values in zip(model.parameters(), slow, strict=True):
+            held = trained_by.state[parameter]
+            assert {name: held[name] for name in given} == given and type(held["mine"]) is int
+            assert not tensor or torch.equal(held["slow"].part, values)

@@ -27,6 +27,7 @@ from .runs import (
     adopt,
     has_codes,
     index_bases,
+    is_own,
     neighbours,
     own_entries,
     same_members,
@@ -362,7 +363,7 @@ class AdamOptimizer(torch.optim.Optimizer):
                 state = RunState(run, master, tensors[run].exp_avg, steps.counts[number], bases[run.owner] + offset)
                 for parameter in run.parameters:
                     views, held = state.views(parameter), self.state.get(parameter, {})
-                    others = {} if parameter in self._loaded else {n: held[n] for n in held.keys() - own_entries(held)}
+                    others = {name: value for name, value in held.items() if not is_own(name)}
                     adopt(parameter, views, held, parameter in self._loaded)
                     if run.buffer is None and "master" in views and parameter in self._loaded:
                         # Each step compares unsharded weights with their masters, and changes every master that does
@@ -483,17 +484,25 @@ class AdamOptimizer(torch.optim.Optimizer):
 
         Returns:
             {"state": {index of a parameter: {"step", "exp_avg", "exp_avg_sq" and, if any, "master"}}, "param_groups":
-            as in torch}. Indices count the parameters of all groups, from 0. "step" is a scalar. The other tensors are
-            (n,), where n is the number of the parameter's elements on this rank (all elements, if the parameter is not
-            sharded). In a full state, the tensors of a sharded parameter have its full shape instead. With
-            `gather=True` there is also "sliced", the names of the state tensors that were sharded.
+            as in torch}. Indices count the parameters of all groups, from 0. "step" is a scalar, and always a copy. The
+            other tensors are (n,), where n is the number of the parameter's elements on this rank (all elements, if the
+            parameter is not sharded). In a full state, the tensors of a sharded parameter have its full shape instead.
+            With `gather=True` there is also "sliced", the names of the state tensors that were sharded. Entries that
+            other code has added to the state of a parameter, as Lookahead wrappers do, are returned as well.
         """
         expect_flag("gather", gather)
         if gather:
             return save_state(self, current_world(), gather=True)
         self._finish()
         kept = self.state
-        self.state = defaultdict(dict, {p: shown(p, held, p in self._loaded) for p, held in kept.items()})
+        self.state = defaultdict(dict)
+        for parameter, held in kept.items():
+            state = dict(shown(parameter, held, parameter in self._loaded))
+            # The parameters of a run share their step count, but torch's optimizers, which may load the result, add 1
+            # to the tensor of each parameter.
+            if isinstance(state.get("step"), torch.Tensor):
+                state["step"] = state["step"].clone()
+            self.state[parameter] = state
         try:
             return super().state_dict()
         finally:
@@ -527,7 +536,8 @@ class AdamOptimizer(torch.optim.Optimizer):
 
         Moments and masters are loaded in float32, whereas torch's optimizers cast them to the dtype of the parameters.
         The state is first copied to host memory. The next `step` copies it into the optimizer's tensors on the device,
-        so the device never has two copies of it.
+        so the device never has two copies of it. Entries that other code has added to the state, as Lookahead wrappers
+        do, are loaded without conversion: full tensors are replaced by this rank's elements of them.
 
         Collective: every rank must call it. The ranks check that they load the same full state: in this call if it is
         the result of `state_dict(gather=True)`, otherwise in the next `step`.
@@ -552,7 +562,7 @@ class AdamOptimizer(torch.optim.Optimizer):
         check_state(state_dict)
         if "sliced" in state_dict:  # the state is a full one, from state_dict(gather=True)
             return load_state(self, state_dict, current_world())
-        self._load(state_dict, copied=True)
+        self._load(self._checked(state_dict), copied=True)
 
     def take_state_dict(self, state_dict: dict) -> None:
         """Load this rank's state like `load_state_dict`, but without copying float32 tensors that are in host memory.
@@ -569,7 +579,7 @@ class AdamOptimizer(torch.optim.Optimizer):
             state_dict: {"state": {index of a parameter, counted through all groups: {name: value}}, "param_groups": as
                 in torch}.
         """
-        self._load(state_dict, copied=False)
+        self._load(self._checked(state_dict), copied=False)
         # In the next step, the loaded masters of parameters in `_loaded` would prevail over the weights. Here the
         # weights must prevail: they are loaded separately, or must not change.
         self._loaded.clear()
@@ -578,17 +588,18 @@ class AdamOptimizer(torch.optim.Optimizer):
         """Load only the step counts and parameter groups of a saved state, and allocate tensors for the rest of it.
 
         `bmt.load_state` calls this and then reads the checkpoint into the returned tensors, so that loading needs no
-        second copy of the state. The call discards the optimizer's earlier state. Every rank must call it, because the
-        next `step` compares what the ranks have loaded.
+        second copy of the state. It calls `expect_state` before, because `state_dict`, which lacks the moments, does
+        not show which class of optimizer has saved it. The call discards the optimizer's earlier state. Every rank must
+        call it, because the next `step` compares what the ranks have loaded.
 
         Args:
-            state_dict: {"state": {index of a parameter, counted through all groups: {"step": count}}, "param_groups":
-                as in torch}.
+            state_dict: {"state": {index of a parameter, counted through all groups: {"step": count, and entries of
+                other code}}, "param_groups": as in torch}.
 
         Returns:
             {parameter: {name: tensor}} for the parameters that have a step count. The tensors are the optimizer's own.
-            "step" has been loaded. The caller fills the others in place. For a parameter with n elements on this rank,
-            they are:
+            "step" and the entries of other code have been loaded. The caller fills the others in place. For a parameter
+            with n elements on this rank, they are:
 
             * The moments: "exp_avg", (n,) in `exp_avg_dtype`, and "exp_avg_sq", (n,) float32. With `state_bits=8`,
               there are four uint8 tensors instead: "8bit exp_avg" and "8bit exp_avg_sq", both (n,), and
@@ -596,7 +607,7 @@ class AdamOptimizer(torch.optim.Optimizer):
             * For half-precision weights, "master", (n,) float32. For bfloat16 weights on CUDA, "residual" instead,
               (n,) int16: the differences between masters and weights.
         """
-        self._load(state_dict, copied=True)
+        self._load({**state_dict, "param_groups": self._completed(state_dict["param_groups"])}, copied=True)
         # `_arrange` sets unsharded weights to their loaded masters. Undo this: the caller loads the weights separately,
         # or must not change them.
         weights = {p: p.detach().clone() for p in self._loaded if not isinstance(p, ShardBase)}
@@ -609,18 +620,30 @@ class AdamOptimizer(torch.optim.Optimizer):
             state.version = -1
         return dict(self.state)
 
-    def _load(self, state_dict: dict, copied: bool) -> None:
+    def _checked(self, state_dict: dict) -> dict:
+        """Return `state_dict` with the parameter groups that `expect_state` returns. Raises its errors."""
         groups = state_dict["param_groups"]
         keys = [key for group in groups for key in group["params"]]
         mine = [parameter for group in self.param_groups for parameter in group["params"]]
         names = {p: {*state_dict["state"].get(key, {})} - {"step"} for key, p in zip(keys, mine)}
-        groups = self.expect_state(groups, names)
+        return {**state_dict, "param_groups": self.expect_state(groups, names)}
+
+    def _load(self, state_dict: dict, copied: bool) -> None:
+        groups = state_dict["param_groups"]
+        keys = [key for group in groups for key in group["params"]]
+        mine = [parameter for group in self.param_groups for parameter in group["params"]]
         _refuse_unsupported(groups)
         given = [(each, *item) for key, each in zip(keys, mine) for item in state_dict["state"].get(key, {}).items()]
         parts = []
         # If the groups differ in number or size from this optimizer's, `super().load_state_dict` below raises an error.
         if [len(group["params"]) for group in groups] == [len(group["params"]) for group in self.param_groups]:
             for parameter, name, value in given:  # before anything changes, because `own_part` raises for wrong shapes
+                if not is_own(name):  # other code has added it, so only this code knows its form
+                    own = own_part(parameter, name, value)
+                    if isinstance(own, torch.Tensor):
+                        own = own.detach().to(parameter.device, copy=copied)
+                    parts.append((parameter, name, own))
+                    continue
                 if not isinstance(value, torch.Tensor):  # "step" may be a number
                     value = torch.tensor(value, dtype=torch.float32, device="cpu")
                 dtype, own = value.dtype if name == "residual" else torch.float32, own_part(parameter, name, value)

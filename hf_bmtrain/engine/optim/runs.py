@@ -356,7 +356,12 @@ def own_entries(held: dict[str, Any]) -> ParameterState:
 
     For example, Lookahead wrappers store slow weights in the state of the optimizer that they wrap.
     """
-    return {name: value for name, value in held.items() if name in _OWN or name.startswith(_EIGHT_BITS)}
+    return {name: value for name, value in held.items() if is_own(name)}
+
+
+def is_own(name: str) -> bool:
+    """Return whether the optimizer's own state has entries of this name. Other entries belong to other code."""
+    return name in _OWN or name.startswith(_EIGHT_BITS)
 
 
 def has_codes(held: Container[str]) -> bool:

@@ -13,6 +13,8 @@ import torch
 import hf_bmtrain as bmt
 from cases import by_default, full, in_full
 from hf_bmtrain.engine.ops import adam_step
+from hf_bmtrain.engine.runtime.world import current_world
+from hf_bmtrain.engine.tensors.tensor import ShardTensor
 from offloaded import as_on_a_gpu
 from ranks import on_ranks
 from twins import Tower, ids
@@ -510,6 +512,24 @@ def test_a_state_of_other_shapes_changes_nothing():
     torch.testing.assert_close(after["state"], before["state"], rtol=0, atol=0)
 
 
+@on_ranks(1, full=(2,))
+def test_steps_of_torch_after_a_state_dict():
+    """The parameters of a run had one step count together, and torch's AdamW added 1 for each of them."""
+    model = bmt.auto_wrap(Tower())
+    optimizer = bmt.optim.AdamOptimizer(model.parameters(), **SETTINGS)
+    model(ids(0, bmt.rank())).backward()
+    optimizer.step()
+    state, file = optimizer.state_dict(), io.BytesIO()
+    torch.save(state, file)
+    file.seek(0)
+    for given in (copy.deepcopy(state), torch.load(file, weights_only=False), state):
+        plain = torch.optim.AdamW(model.parameters(), **SETTINGS)
+        plain.load_state_dict(given)
+        plain.step()
+        assert {float(held["step"]) for held in plain.state.values()} == {2.0}
+    assert {float(held["step"]) for held in optimizer.state.values()} == {1.0}
+
+
 RESETS = {
     "clear": lambda optimizer, parameters: optimizer.state.clear(),
     "assign": lambda optimizer, parameters: setattr(optimizer, "state", collections.defaultdict(dict)),
@@ -569,6 +589,76 @@ NEW_STATES = {
     "muon": lambda model: bmt.optim.MuonOptimizer(model, lr=1e-2),
     "in backward": lambda model: bmt.optim.AdamOffloadOptimizer(model.parameters(), **SETTINGS),
 }
+
+
+OF_OTHER_CODE = {"number": 5, "nothing": None, "text": "x", "list": [1, 2], "scalar": torch.tensor(7)}
+
+
+def assert_others_are_kept(optimizer, slow):
+    """slow: for each parameter, this rank's elements of the tensor that other code keeps beside its state."""
+    for parameter, values in zip(optimizer.param_groups[0]["params"], slow, strict=True):
+        held = optimizer.state[parameter]
+        assert {name: held[name] for name in OF_OTHER_CODE} == OF_OTHER_CODE
+        assert type(held["number"]) is int and held["scalar"].dtype == torch.int64
+        assert isinstance(held["slow"], ShardTensor) and torch.equal(held["slow"].part, values)
+
+
+@on_ranks(2, full=(1,))
+@pytest.mark.parametrize("kind", ["adam", *in_full("bfloat16", "8 bits", "muon", "in backward")])
+@pytest.mark.parametrize("how", ["own", *in_full("copied", "gathered", "full")])
+def test_entries_of_other_code_are_loaded(kind, how):
+    """They were converted to float32, or refused, and the next step deleted them."""
+    model = bmt.auto_wrap(Tower().bfloat16() if kind == "bfloat16" else Tower())
+    make = NEW_STATES.get(kind, NEW_STATES["bfloat16"])
+    optimizer = make(model)
+
+    def step(number):
+        model(ids(number, bmt.rank())).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    step(0)
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    for parameter in parameters:
+        optimizer.state[parameter].update(slow=parameter.detach().double(), **OF_OTHER_CODE)
+    slow = [optimizer.state[p]["slow"].part.clone() for p in optimizer.param_groups[0]["params"]]
+    state = optimizer.state_dict(gather=how in ("gathered", "full"))
+    if how == "copied":
+        state = copy.deepcopy(state)
+    if how in ("gathered", "full"):
+        state = current_world().control.broadcast_object(state)
+    if how == "full":  # as torch's AdamW has it, for the whole parameters
+        del state["sliced"]
+    for _ in range(2):
+        optimizer.load_state_dict(state)
+        assert_others_are_kept(optimizer, slow)
+    for number in (1, 2):
+        step(number)
+        assert_others_are_kept(optimizer, slow)
+    if how == "own":
+        optimizer.load_state_dict(optimizer.state_dict())
+        model(ids(3, bmt.rank())).backward()
+        optimizer.step()
+        assert_others_are_kept(optimizer, slow)
+
+
+@on_ranks(1)
+def test_a_state_of_another_class_changes_nothing():
+    """Entries that AdamOptimizer does not know come from other code only beside its own."""
+    model = bmt.auto_wrap(Tower())
+    optimizer = bmt.optim.AdamOptimizer(model.parameters(), lr=0.5)
+    others = [torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), torch.optim.Adagrad(model.parameters())]
+    model(ids(0, 0)).backward()
+    for each in (*others, optimizer):
+        each.step()
+    before = copy.deepcopy(optimizer.state_dict())
+    for each in others:
+        with pytest.raises(ValueError, match="another class of optimizer"):
+            optimizer.load_state_dict(each.state_dict())
+        state = {**each.state_dict(), "param_groups": before["param_groups"]}
+        with pytest.raises(ValueError, match="lacks exp_avg and exp_avg_sq, and has only (momentum_buffer|sum)"):
+            optimizer.load_state_dict(state)
+    torch.testing.assert_close(optimizer.state_dict(), before, rtol=0, atol=0)
 
 
 @on_ranks(2)

@@ -495,5 +495,8 @@ def test_too_little_memory_is_said_with_the_numbers():
     parameter = torch.nn.Parameter(torch.ones(1 << 20, dtype=torch.bfloat16))
     parameter.grad = torch.ones_like(parameter)
     with as_on_a_gpu(0), mock.patch.object(pinned, "available_bytes", return_value=3 << 20):
-        with pytest.raises(RuntimeError, match="10.0 MiB .* state of 1,048,576 elements in 1 parameters .* 0.0 GiB .* train on more ranks"):
+        with pytest.raises(
+            RuntimeError,
+            match="10.0 MiB .* state of 1,048,576 elements in 1 parameters .* 0.0 GiB .* train on more ranks",
+        ):
             bmt.optim.AdamOffloadOptimizer([parameter]).step()

@@ -178,8 +178,8 @@ class UnbornLogits:
             )
         logits = self._linear(self._hidden).to(self.dtype)
         logits = logits * self._scale if self._scale != 1 else logits
-        self._full = logits if self._cap is None else torch.tanh(logits) * self._cap
-        return self._full
+        self._full = logits = logits if self._cap is None else torch.tanh(logits) * self._cap
+        return logits
 
     def _loss(self, target, weight=None, size_average=None, reduce=None, **options) -> torch.Tensor:
         """Compute F.cross_entropy in chunks, for the logits that this placeholder represents.
@@ -251,16 +251,20 @@ class UnbornLogits:
             return self._born("a quotient") / other
         return self * (1 / float(other))
 
-    def __imul__(self, other):
+    def __imul__(self, other: Any):
         if self._full is None and not self._shared and isinstance(other, numbers.Real) and float(other) > 0:
             vars(self).update(vars(self * other))  # in place, because other names may refer to this object
             return self
-        return self._born("__imul__").__imul__(other)
+        full = self._born("__imul__")
+        full *= other
+        return full
 
-    def __itruediv__(self, other):
+    def __itruediv__(self, other: Any):
         if self._full is None and not self._shared and isinstance(other, numbers.Real) and float(other) > 0:
             return self.__imul__(1 / float(other))
-        return self._born("__itruediv__").__itruediv__(other)
+        full = self._born("__itruediv__")
+        full /= other
+        return full
 
     @_unless_born
     def tanh(self):
@@ -404,8 +408,8 @@ def _disarm(model: Any, args: tuple, kwargs: dict, output: Any) -> Any:
     if _ARMED in getattr(head, "__dict__", ()):
         head._bmt_armed = False
     if isinstance(output, tuple):
-        if hasattr(output, "_make"):  # a named tuple keeps its length, with None in place of logits
-            return output._make(None if isinstance(value, UnbornLogits) else value for value in output)
+        if make := getattr(output, "_make", None):  # a named tuple keeps its length, with None in place of logits
+            return make(None if isinstance(value, UnbornLogits) else value for value in output)
         return type(output)(value for value in output if not isinstance(value, UnbornLogits))
     if isinstance(output, dict):  # a ModelOutput: rebuild it without UnbornLogits, so that their fields are None
         return type(output)(**{key: value for key, value in output.items() if not isinstance(value, UnbornLogits)})

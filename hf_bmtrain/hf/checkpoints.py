@@ -297,8 +297,8 @@ class TrainerCheckpoints:
         if current_world().control.broadcast_object(_identity(place) != reference["id"]):
             _raise_if_damaged(place, _damage)
             raise RuntimeError(
-                f"The checkpoint {place} has the optimizer.pt of a different checkpoint, {reference['folder']}. "
-                "Restore the optimizer.pt that was saved with it, or resume from another checkpoint."
+                f"The checkpoint {place} has the optimizer.pt of a different checkpoint, {reference['folder']}. Put "
+                f"back the optimizer.pt that was saved with {place.name}, or resume from another checkpoint."
             )
         _raise_if_damaged(place, _damage_of_added)
         saved, rows = _extra(place).get("rows"), self._rows_per_step()

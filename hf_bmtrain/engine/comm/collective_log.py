@@ -108,7 +108,8 @@ def describe(entry: int, names: Mapping[int, str], occasions: Mapping[int, str])
         occasions: {hash: text} for exchanges and decisions. An entry contains only the hash of the text that describes
             the exchange or decision. If the hash is not in `occasions`, the result is UNKNOWN.
     """
-    # The arguments of `code`. In an entry from `value_code`, the number is the bit pattern of the float32 value.
+    # Undo `code`, which combines a number and the position of a kind. In an entry from `value_code`, the number is the
+    # bit pattern of a float32 value.
     number, position = divmod(entry, len(_KINDS))
     kind = _KINDS[position]
     if kind in _OF_ELEMENTS:

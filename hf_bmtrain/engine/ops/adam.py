@@ -40,9 +40,9 @@ def variant(
         exp_avg: the dtype of the first moment, float32 or bfloat16.
         weight: the dtype of 16-bit weights, or None if the float32 masters are the weights themselves.
         master: the dtype of the stored masters: float32, or int16 for residuals (their differences from the weights).
-        coupled: whether the kernel adds the term l2 (the factor of L2 regularization) times the master to the gradient.
-            If False, the kernel is compiled without this term, because even a term that is always zero could change how
-            the compiler fuses other operations, and thereby their rounding.
+        coupled: whether the kernel adds `l2 * master` to the gradient (L2 regularization with the factor l2). If False,
+            the kernel is compiled without this term, because even a term that is always zero could change how the
+            compiler fuses other operations, and thereby their rounding.
 
     Raises:
         ValueError: the combination is not supported.

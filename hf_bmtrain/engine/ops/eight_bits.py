@@ -132,12 +132,12 @@ def encode(magnitudes: Tensor, fraction: int, random: Tensor | None) -> tuple[Te
     n = len(magnitudes)
     padded = torch.nn.functional.pad(magnitudes, (0, -n % BLOCK)).view(-1, BLOCK)
     dropped = 23 - fraction
-    # Choose the exponent E of each block. A code stands for a number below 2, which is multiplied by 2ᴱ. With f
-    # fraction bits, the two largest numbers are a = 2 - 2·2⁻ᶠ and b = 2 - 2⁻ᶠ. Let 2ᴷ be the largest power of two that
-    # does not exceed the block's largest magnitude. E is K + 1 if this magnitude is above a·2ᴷ, and otherwise K. With
-    # E = K, a magnitude above b·2ᴷ would be clamped to b·2ᴷ in every step, so the moment could never grow to 2ᴷ⁺¹. (A
-    # magnitude from a·2ᴷ to b·2ᴷ is rounded to one of these two numbers with either E.) The next line computes E + 127:
-    # its addition carries into the exponent bits if and only if the magnitude is above a·2ᴷ.
+    # Choose the exponent E of each block so that its largest magnitude is not clamped. A code stands for a number below
+    # 2, which is multiplied by 2ᴱ. With f fraction bits, the two largest numbers are a = 2 - 2·2⁻ᶠ and b = 2 - 2⁻ᶠ. Let
+    # 2ᴷ be the largest power of two that does not exceed the block's largest magnitude. E = K would clamp a magnitude
+    # above b·2ᴷ in every step, so that the moment could never grow to 2ᴷ⁺¹. Therefore E is K + 1 if the magnitude is
+    # above a·2ᴷ, and otherwise K. (From a·2ᴷ to b·2ᴷ, both exponents give the same numbers.) The next line computes E +
+    # 127: its addition of 2·2²³⁻ᶠ - 1 carries into the exponent bits if and only if the magnitude is above a·2ᴷ.
     exponents = (padded.view(torch.int32).amax(1).long() + (2 << dropped) - 1 >> 23).clamp_(max=255).int()
     inverse = ((254 - exponents).clamp_(min=0) << 23).view(torch.float32)
     bits = (padded * inverse[:, None] / _SHIFT).view(torch.int32).view(-1)[:n]

@@ -45,8 +45,8 @@ class SkippedSteps:
     skipped step is logged as a warning.
 
     limit: the number of skipped steps in a row after which `report` raises RuntimeError; None for no limit. With a loss
-        scale, steps that are skipped while the scale can still be lowered do not count: in each series of skipped
-        steps, counting starts after the first one that leaves the scale at its minimum.
+        scale, a skipped step counts only if the skipped step before it, in the same series, has left the scale at its
+        minimum, so that the scale cannot be lowered any more.
     """
 
     def __init__(self, limit: int | None) -> None:

@@ -82,6 +82,9 @@ class Grid:
 class World:
     """The ranks that train together, with this process's rank, device and communicators.
 
+    With tensor parallelism, there is a second World, for the parts of split tensors. Its `shard_group` has only the
+    ranks that have the same part.
+
     Attributes:
         rank: the rank of this process, 0 to size - 1.
         size: the number of ranks.
@@ -113,8 +116,7 @@ class World:
         saves_shards: whether this rank writes its shards to checkpoints. Of the ranks that store the same shard, only
             one does.
         norms: the communicator for gradient norms and for the search for inf and nan; None means `shard_group`. It is
-            set only in the World with which tensor parallelism shards the parts of split tensors. There, `shard_group`
-            connects only the ranks that have the same part, but norms and searches must cover all parts.
+            set only in the second World of tensor parallelism, because norms and searches must cover all parts.
         grid: the tensor-parallel groups; None without tensor parallelism.
         split_kind: a function that returns the StorageKind of parameters with `tp_mode=True`: it defines how and over
             which ranks they are sharded. The function's argument is the dimension on which the parameters are split

@@ -118,12 +118,13 @@ def _dot(x: Any = None, y: Any = None, **others):
 
 
 def _add_up(x: Any, part: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return the sum of all elements of `part`, added up over all ranks that store elements of `x`, in `dtype`.
+    """Return the sum of the elements of `part` over all ranks that store elements of `x`.
 
-    Collective: every rank must call it. Floating-point numbers are added in float32 or wider.
+    Collective: every rank must call it.
 
     x: the sharded tensor whose communicator does the all-reduce.
     part: this rank's numbers, computed from its elements of `x`.
+    dtype: the dtype of the result. Floating-point numbers are added in float32, or in `dtype` if it is wider.
     """
     x.settle()
     total = part.sum(dtype=torch.promote_types(dtype, torch.float32) if dtype.is_floating_point else dtype)

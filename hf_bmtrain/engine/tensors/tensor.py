@@ -321,9 +321,8 @@ class ShardTensor(ShardBase, torch.Tensor):
             if self.requires_grad:
                 raise RuntimeError(
                     f"Autograd cannot gather a sharded tensor of shape {tuple(self.full_shape)} that requires grad and "
-                    "is not a parameter. Call requires_grad_(False) on it. If you need its gradient, use a full tensor "
-                    "instead, and call requires_grad_() on that; parameter.gather() returns the full tensor of a "
-                    "parameter."
+                    "is not a parameter. If you need no gradient of it, call requires_grad_(False) on it. Otherwise "
+                    "compute it from full tensors, as parameter.gather() returns them."
                 )
             return self.placement.gather(self.as_subclass(torch.Tensor))
 

@@ -383,7 +383,11 @@ def _convert(head: Any) -> None:
 
 
 def _arm(model: Any, args: tuple, kwargs: dict) -> None:
-    """Forward pre-hook: make the head (output layer) return a placeholder if the model trains and labels are given."""
+    """Forward pre-hook: choose whether the head (output layer) returns logits or, in their place, an UnbornLogits.
+
+    It returns an UnbornLogits if the model is in training mode and gets labels. A head that is new since the last
+    forward is converted first. If that is impossible, a warning is logged, and it returns logits.
+    """
     labels = kwargs.get("labels")
     if labels is None and args:
         labels = inspect.signature(model.forward).bind_partial(*args, **kwargs).arguments.get("labels")

@@ -30,7 +30,8 @@ class PackedKind(StorageKind):
     Attributes:
         form: the format in which the parameters are packed.
         names: {id(parameter): name} of the parameters to pack, which `choose_quantized` has chosen. The names are for
-            error messages. In the `storage_kind` of a PackedParameter, which is packed already, the dict is empty.
+            error messages. A PackedParameter, which is packed already, has its own PackedKind (its attribute
+            `storage_kind`), in which this dict is empty.
     """
 
     form: Format

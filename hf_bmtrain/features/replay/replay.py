@@ -139,10 +139,10 @@ class Replay:
         if changed - copies.keys():
             names = sorted(self._places[n][1] for n in changed - copies.keys())
             raise RuntimeError(
-                f"{self._layer.__class__.__name__} changed its buffers {names} in this forward but not in its first "
-                "forward in the same mode (`training` of it and its modules). Only buffers that the first one changed "
-                "are saved for recomputation, so this forward cannot be recomputed. Pass use_checkpoint=False to "
-                "auto_wrap."
+                f"{self._layer.__class__.__name__} changed its buffers {names} in this forward, but not in its first "
+                "forward with the same `training` flags (of the layer and its submodules). Only buffers that the first "
+                "one changed are saved for recomputation, so this forward cannot be recomputed. Pass "
+                "use_checkpoint=False to auto_wrap."
             )
         if known is None:
             self._changing[modes] = changed

@@ -163,8 +163,9 @@ class SharedRows:
     def _divide_labels(self, base: Any, given: dict[str, Any], rows: int, parts: Parts) -> None:
         """Replace the labels of all tokens in `given` by the labels of this rank's tokens.
 
-        Also set the factor or divisor of this rank's loss, so that the mean of the ranks' losses is the loss of the
-        whole rows (sequences).
+        Also make the mean of the ranks' losses the loss of the whole rows (sequences): set `num_items_in_batch` in
+        `given`, by which the model divides, or, if the model computes a mean over labels, `self._weight`, by which the
+        loss of this rank is multiplied.
 
         base: the model, without PEFT's wrapper.
         given: the arguments of its forward, {name: value}. Changed in place.

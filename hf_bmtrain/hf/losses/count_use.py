@@ -47,9 +47,10 @@ class CountUse:
 
 
 class CopiesCount(TorchFunctionMode):
-    """A context in which `torch.tensor(count)` is a use of a `count` that `CountUse` observes.
+    """A context in which `torch.tensor(count)` sets `CountUse.seen`, if `CountUse.observed` has returned `count`.
 
-    torch.tensor does not call the `__torch_function__` of a tensor from which it copies the values.
+    Without the context, this use would not be noticed, because torch.tensor copies the values of a tensor without
+    calling its `__torch_function__`.
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

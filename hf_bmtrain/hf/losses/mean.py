@@ -223,12 +223,16 @@ class _ObservedFunction:
 
 
 class _Correction:
-    """Multiplies a loss that is a mean over labels by this rank's share of the labels of all ranks.
+    """A function that multiplies a loss, a mean over this rank's labels, by this rank's share of all ranks' labels.
+
+    Trainer multiplies the result by the number of ranks, and gradients are averaged over the ranks, so that together
+    they are those of the mean over the labels of all ranks.
 
     Args:
         name: the name of the class or function that computes the loss, for the log.
         trainer: the Trainer that gets the loss. Its model may be another one in a later call (`model_init`).
-        way_out: advice on how to average the losses of micro-batches, for a warning.
+        way_out: what the user can do so that the losses of micro-batches are averaged. It ends the warning that Trainer
+            adds them up instead.
 
     Attributes:
         trainer: a weak reference to the Trainer.

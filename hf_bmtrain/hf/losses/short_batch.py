@@ -41,8 +41,9 @@ def follow_short_batch(trainer: transformers.Trainer) -> None:
     corrected, and rank 0 logs a warning.
 
     For SFTTrainer, and for Seq2SeqTrainer with `predict_with_generate`, the new `prediction_step` also averages the
-    loss of every batch over the labels of all ranks. With one rank, or if `prediction_step` of this trainer was
-    replaced before, this function does nothing.
+    loss of every batch over the labels of all ranks. This function does nothing with one rank, or if the trainer
+    object itself has an attribute `prediction_step`, set by an earlier call or by the program. (The method of a
+    subclass is replaced like Trainer's.)
     """
     world = current_world()
     if world.size == 1 or "prediction_step" in vars(trainer):

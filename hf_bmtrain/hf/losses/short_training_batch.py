@@ -217,7 +217,9 @@ def _shorten(
         if own is None or kept is None:
             reason = "the tensors and lists in this batch do not all have the same number of rows"
         else:
-            if counted:  # the loss is a mean over labels, so ignored labels have no effect
+            # A rank without rows of its own keeps one repeated row, because it must run a forward. If losses ignore
+            # labels of -100, the labels of this row are ignored, so that it has no effect.
+            if counted:
                 labels = None if labels is None else labels[: len(kept["labels"])]
                 kept["labels"] = inputs["labels"][: len(kept["labels"])].clone()
                 kept["labels"][mine:] = IGNORED
@@ -267,7 +269,10 @@ def _counts_labels(trainer: transformers.Trainer, inputs: Any) -> bool:
 
 
 def _are_of_tokens(trainer: transformers.Trainer, inputs: Any) -> bool:
-    """Return whether the labels belong to tokens, so losses ignore -100. In other labels, -100 may be a value."""
+    """Return whether the batch `inputs` has one label for each token.
+
+    Losses then ignore labels of -100. Other labels (one for each row, or floating-point) may have -100 as a value.
+    """
     model: Any = trainer.model
     labels, read = inputs["labels"], inputs.get(getattr(model, "main_input_name", "input_ids"))
     if labels.is_floating_point() or labels.ndim != 2 or not isinstance(read, torch.Tensor):

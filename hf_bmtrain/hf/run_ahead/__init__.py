@@ -74,7 +74,11 @@ class RunAhead:
             self._parts.append(BatchCopies(loader, note_masks=not own))
             if own:
                 waits.append(f"reading each attention_mask, which the program's own {own} may change")
-        left = f", except for {' and '.join(waits)}. Results are the same, but steps may be slower" if waits else ""
+        left = (
+            f", except for {' and for '.join(waits)}. The results are the same, but these waits take time"
+            if waits
+            else ""
+        )
         _log.info("In steps of Trainer, the host does not wait for the GPU%s", left)
 
     def close(self) -> None:

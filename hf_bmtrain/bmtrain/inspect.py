@@ -71,7 +71,14 @@ class _Moments:
 
 
 class _Local:
-    """Statistics of the elements that one rank has of a tensor, and of the gradient of these elements."""
+    """Statistics of the elements that one rank has of a tensor, and of the gradient of these elements.
+
+    Args:
+        name: the name of the tensor in the summary.
+        shape: the shape of the tensor; for a sharded parameter, that of the full parameter.
+        values: the elements that this rank has.
+        gradient: their gradient, or None if there is none.
+    """
 
     def __init__(self, name: str, shape: torch.Size, values: torch.Tensor, gradient: torch.Tensor | None) -> None:
         self.name, self.shape = name, tuple(shape)

@@ -31,8 +31,8 @@ class Entry:
     Attributes:
         spec: name, dtype and shape of the full tensor, as it is saved (see `saved_as`).
         first: the index of this rank's first element in the flattened full tensor.
-        part: this rank's elements, 1-D. It is a view of the model's or optimizer's tensor, or a copy if that tensor is
-            not contiguous, or if the optimizer stores its moments in 8 bits.
+        part: this rank's elements, 1-D. It is a view of the model's or optimizer's tensor. It is a copy if that tensor
+            is not contiguous, or is a moment that the optimizer stores in 8 bits.
         sharded: whether this rank has only the elements of its shard. If False, every rank has the full tensor.
     """
 

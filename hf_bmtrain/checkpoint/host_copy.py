@@ -26,7 +26,10 @@ to the host at the same time (as transformers does to create masks), that copy w
 
 
 class HostMemory:
-    """Host memory for a copy of a checkpoint's values. Later checkpoints reuse it, because allocation is slow."""
+    """Host memory for a copy of a checkpoint's values. Later checkpoints in the same folder reuse it.
+
+    Each rank has one HostMemory for each folder of checkpoints, because allocating the memory anew would be slow.
+    """
 
     def __init__(self) -> None:
         self._memory = torch.empty(0, dtype=torch.uint8, device="cpu")

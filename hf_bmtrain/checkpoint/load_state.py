@@ -251,7 +251,8 @@ def _find(world: World, given: Path, without: tuple[str, ...]) -> tuple[list[Fou
     RuntimeError on all ranks if rank 0 cannot read the folder.
 
     given: a folder of checkpoints, or one checkpoint.
-    without: prefixes of file names, such as "model". Safetensors files with such names are not checked.
+    without: prefixes of file names, such as "model". Safetensors files whose names begin with one of these prefixes are
+        not checked.
     """
     found, root = None, given.resolve()
     with world.raising_everywhere(f"load_state: {given} cannot be read"):

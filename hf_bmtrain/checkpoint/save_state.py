@@ -198,8 +198,8 @@ def _on_every_rank(world: World, job: _Job, function: Callable[[], Any], told: s
 
     Collective: every rank must call it.
 
-    job: the checkpoint being saved.
-    told: the beginning of the description of an error.
+    job: the checkpoint being saved. If a rank fails, the checkpoint's temporary folder is deleted.
+    told: text that is put before an exception of `function` in the error message.
     """
     result = problem = None
     try:
@@ -261,7 +261,9 @@ def let_others_save(folder: str | os.PathLike) -> None:
 
 
 class SavingState:
-    """A checkpoint that `save_state` has saved or, with `non_blocking`, is saving. Only `save_state` constructs it.
+    """The result of `save_state`: a checkpoint that is saved or, with `non_blocking`, that a thread is still saving.
+
+    Call `wait` to block until the checkpoint is complete.
 
     Args:
         world: the ranks that save the checkpoint.
@@ -325,7 +327,8 @@ class _Keeper:
     """Objects that a process keeps from one `save_state` to the next, for one folder of checkpoints.
 
     Attributes:
-        lock: on rank 0, the open file whose lock keeps other jobs from saving to the folder; None on other ranks.
+        lock: on rank 0, the open file whose lock keeps other jobs from saving to the folder. None before the first
+            save, if the file system does not support locks, and on other ranks.
         saving: the last checkpoint, if a thread may still be writing it; None otherwise.
         memory: host memory into which values are copied before a thread writes them.
     """
@@ -393,7 +396,8 @@ class _Job:
         attributes `number`, `staged` and, if it is None, `step`. Only rank 0 calls this method.
 
         Args:
-            keeper: stores the lock of `root` until later saves, and may already have it from an earlier save.
+            keeper: the `_Keeper` of `root`. Its attribute `lock` is the lock that an earlier save has taken, or None;
+                this method sets it to the lock that is held now.
             small: the contents of the index files, by file name.
             state: the state to write to `state.pt`, from `small_state.collect`.
             model: the model, whose configuration is written too.

@@ -2,7 +2,7 @@
 
 `install` makes these changes:
 
-* `sys.excepthook` is replaced. The rank that raises an exception first prints its full traceback. Every other rank
+* `sys.excepthook` is replaced. The first rank that raises an exception prints its full traceback. Every other rank
   prints one line: its own line in the program, and the rank whose output to read. If the ranks issued different
   operations, or a timeout has expired, the error message already names ranks and lines. It is then printed in place of
   the traceback. If KeyboardInterrupt ends several ranks, the first of them prints one line, and the others nothing.
@@ -206,9 +206,11 @@ def _is_raised_in(files: Sequence[str], trace: TracebackType | None) -> bool:
 
 
 def _hides_error(interruption: BaseException) -> bool:
-    """Return whether a KeyboardInterrupt was raised while another error was handled, which must be printed too.
+    """Return whether a KeyboardInterrupt was raised while another error was handled. Both must then be printed.
 
     An error that a collective has raised does not count, because it may only show that another rank was interrupted.
+
+    interruption: the KeyboardInterrupt.
     """
     error = interruption.__context__
     while error is not None:

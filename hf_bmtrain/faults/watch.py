@@ -31,11 +31,16 @@ CROSSED_SECONDS = 5.0
 _SILENT_SECONDS = 5.0
 """A rank's process counts as blocked if the rank has not updated its status for this many seconds."""
 _GRACE_SECONDS = 5.0
-"""Time in seconds that a program waiting in an operation has to raise the error when every rank must stop. If it has
-not raised the error by then, its GPU operations are aborted. If it has not raised the error after the same time again,
-its process is ended. A program that is not waiting has more time: up to the timeout of `init_distributed` before the
-GPU operations are aborted. If other ranks waited for the program until this timeout, its GPU operations are aborted at
-once, and its process is ended after SECONDS."""
+"""If every rank must stop, the time in seconds that this rank's program has to raise the error that says why. As soon
+as it has raised the error, nothing more is done.
+
+* If the program waits in an operation, its GPU operations are aborted after this time. If it has still not raised the
+  error after the same time again, its process is ended.
+* If the program does not wait, its GPU operations are aborted only after the timeout of `init_distributed`. Its process
+  is ended _GRACE_SECONDS later.
+* If other ranks waited for the program until this timeout, its GPU operations are aborted at once. Its process is ended
+  after SECONDS.
+"""
 _DEVICE = "its device"
 """The value of `Status.waits` for a rank whose program makes no progress while its device has unfinished work. This
 work may be the rank's own, or a collective of torch.distributed that waits for another rank."""

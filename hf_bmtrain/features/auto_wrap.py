@@ -35,7 +35,7 @@ from .tensor_parallel.plan import TensorParallel
 
 
 def extensions_of(options: Options) -> list[Extension]:
-    """Return one Extension object per feature, in the order in which the features are applied.
+    """Return the Extensions, one for each feature that takes part in wrapping, in the order in which they are applied.
 
     `wrap`, the function that shards a model, calls the methods of these objects at fixed points.
 

@@ -62,11 +62,14 @@ def shard_checkpoints(accelerator: Accelerator) -> Accelerator:
 
 
 class _AcceleratorStates:
-    """The methods that replace `save_state` and `load_state` of an Accelerator.
+    """Contains the methods with which `shard_checkpoints` replaces `save_state` and `load_state` of an Accelerator.
 
     With automatic naming (`ProjectConfiguration(automatic_checkpoint_naming=True)`), a checkpoint is the folder
     `project_dir`/checkpoints/checkpoint_`iteration`. Otherwise the caller passes a folder. Each save creates a new
-    subfolder of this folder (checkpoint-1, checkpoint-2 and so on), and then deletes the previous subfolder.
+    subfolder of this folder (checkpoint-1, checkpoint-2 and so on), and then deletes the older subfolders.
+
+    Args:
+        accelerator: the Accelerator.
     """
 
     def __init__(self, accelerator: Any) -> None:

@@ -24,7 +24,8 @@ class BadNumbers:
     gradients, any number of them in a row. If a logged gradient norm is not finite (without a GradScaler), or the loss
     scale is below 1 (with one), this class logs a warning, examines the gradients of the next steps, and logs the rank,
     layer and parameter where inf or nan first occurred. While gradient norm and loss scale are good, the methods of
-    this class never make the host wait for the device. `end_step` and `look` are collective: every rank must call them.
+    this class never make the host wait for the device. If training cannot recover, `look` raises an error. `end_step`
+    and `look` are collective: every rank must call them.
 
     Args:
         parameters: the model's parameters, whose gradients are examined.

@@ -50,9 +50,9 @@ class BMTrainCallback(TrainerCallback):
       `torch_compile` is set, it compiles the blocks (transformer layers).
     * In each save, every rank writes its own elements of weights and optimizer state to the checkpoint. There are four
       exceptions: the model has adapters, `tp_size` has split its weights, its class overrides `save_pretrained`, or it
-      is not a model from transformers. In these cases, the ranks write only trained weights in this way. The full
-      weights are also gathered on rank 0, where Trainer then saves the model. With `save_only_model`, no optimizer
-      state is saved, and in the four cases rank 0 alone saves the model.
+      is not a model from transformers. In these cases, the ranks write the optimizer state and only the trained weights
+      in this way. The full weights are also gathered on rank 0, where Trainer then saves the model. With
+      `save_only_model`, no optimizer state is saved, and in the four cases rank 0 alone saves the model.
 
     To each log entry with the training loss, the callback adds samples_per_second (over all ranks), peak_memory_gib
     (the largest of any rank) and, if they are known, tokens_per_second (over all ranks) and model_tflops_per_device.
@@ -182,6 +182,7 @@ class BMTrainCallback(TrainerCallback):
     def _follow_errors(self) -> None:
         """Make the Trainer's `train` restore the previous handler of SIGTERM even if training raises an error.
 
+        The handler is replaced during training with `save_on_sigterm=True`; otherwise, this method does nothing.
         Trainer does not call `on_train_end` after an error. If the callback was added to an existing Trainer
         (`add_callback`), this method first runs in `on_train_begin`. The call of `train` that is then running does not
         restore the handler after an error, but later calls do.

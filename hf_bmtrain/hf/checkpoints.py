@@ -67,7 +67,7 @@ def allow_references() -> None:
 
 
 class _Reference(dict):
-    """What Trainer saves as `optimizer.pt` in place of the optimizer state: the "id" and the "folder" of a checkpoint.
+    """The dict in `optimizer.pt` that stands for the optimizer state: the "id" and the "folder" of a checkpoint.
 
     It is pickled as a call of `optimizer_state_needs_BMTrainCallback`. A program without BMTrainCallback, in which
     `torch.load` refuses to make this call, thus gets an error with this name.
@@ -600,8 +600,8 @@ def _weights_were_replaced(checkpoint: Path) -> bool:
 def _weights_may_be_replaced(checkpoint: Path) -> bool:
     """Return whether the user may have replaced weights that `save_pretrained` wrote, such as adapters.
 
-    They are not replaced if complete.json exists, because its checksums have been compared with the files. Otherwise
-    rank 0 logs a warning. Collective: every rank must call it.
+    The result is False if complete.json exists, because its checksums have already been compared with the files.
+    Otherwise it is True, and rank 0 logs a warning. Collective: every rank must call it.
     """
     replaced = current_world().control.broadcast_object(not (checkpoint / ADDED).exists())
     if replaced and current_world().rank == 0:

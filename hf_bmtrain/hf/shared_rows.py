@@ -18,7 +18,7 @@ class _SharedRows(ParallelismConfig):
 
     Trainer and TRL read this size. With `sequence_parallel` or `tp_size`, several ranks compute the same rows
     (sequences) together. Accelerate must neither parallelize the model nor create a device mesh, because the model is
-    already parallelized; the methods below prevent that.
+    already parallelized; the methods of this class prevent that.
     """
 
     @property

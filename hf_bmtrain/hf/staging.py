@@ -88,7 +88,10 @@ class StagedWeights:
         return self._versions is not None and self._versions == self._present()
 
     def _present(self) -> list[int | None]:
-        """Return the version of each flat buffer, and None for each parameter that was added and is not sharded."""
+        """Return torch's counter of writes (`version`) for each flat buffer of the model, to find out what has changed.
+
+        The list also contains None for each parameter that is not sharded, because it was added after `auto_wrap`.
+        """
         buffers = dict.fromkeys(getattr(parameter, "buffer", parameter) for parameter in self.model.parameters())
         return [getattr(each, "version", None) for each in buffers]
 

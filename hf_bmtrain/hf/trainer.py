@@ -24,7 +24,7 @@ class TrainerMixin:
     call its methods. In addition to what the callback does:
 
     * All reporters (such as TensorBoard) receive the callback's metrics.
-    * The trainer reports the numbers of parameters of the full model.
+    * `get_num_trainable_parameters` counts in full the weights that `tp_size` splits over ranks.
     * `save_model` also works before training.
     * `train(resume_from_checkpoint=True)` resumes from the newest intact checkpoint.
 
@@ -93,6 +93,10 @@ class TrainerMixin:
         BMTrainCallback loads the weights with the optimizer state when training begins.
 
         For any other checkpoint, the trainer's own method is called, which reads the full weights on every rank.
+
+        Args:
+            resume_from_checkpoint: the folder of the checkpoint.
+            model: passed to the trainer's own method.
         """
         folder = Path(resume_from_checkpoint)
         if not ((folder / MANIFEST).exists() and writes_own_weights(self.model)):
@@ -146,8 +150,9 @@ class Trainer(TrainerMixin, _Base):
 
     Use it like transformers.Trainer. Collective: every rank must create it and call its methods. Unlike a stock Trainer
     to which you pass a BMTrainCallback, it also sends the callback's metrics to all reporters (such as TensorBoard),
-    reports the numbers of parameters of the full model, can save the model before training (`save_model`), and resumes
-    from the newest intact checkpoint with `train(resume_from_checkpoint=True)`.
+    counts in full the weights that `tp_size` splits over ranks (`get_num_trainable_parameters`), can save the model
+    before training (`save_model`), and resumes from the newest intact checkpoint with
+    `train(resume_from_checkpoint=True)`.
 
     Args:
         *args: passed to transformers.Trainer.

@@ -23,11 +23,11 @@ class UndividedBatches(Observer):
     A subclass of Trainer whose `get_train_dataloader` returns a plain DataLoader trains every rank on the same rows.
     Several ranks then compute the same as one, and no error shows it.
 
-    The batches are compared in the first training forward of the model, by a collective. They are not compared if all
-    ranks are meant to have the same rows, as with one rank. Nor are they compared if Accelerate has prepared the data
-    loader (`accelerator.prepare`), because Accelerate then divides the rows over the ranks. A data loader that
-    Accelerate has not prepared may also divide the rows, for example by a DistributedSampler. The batches then differ,
-    and no warning is logged.
+    The batches are compared in the first training forward of the model, by a collective. They are not compared if there
+    is only one rank, or if all ranks share each row (`sequence_parallel`, `tp_size`) and so must have the same batch.
+    Nor are they compared if Accelerate has prepared the data loader (`accelerator.prepare`), because Accelerate then
+    divides the rows over the ranks. A data loader that Accelerate has not prepared may also divide the rows, for
+    example by a DistributedSampler. The batches then differ, and no warning is logged.
 
     Args:
         model: the sharded model that is trained. It is referenced weakly.

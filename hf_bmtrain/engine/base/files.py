@@ -47,8 +47,8 @@ def staged_folder(path: Path) -> Iterator[Path]:
 
     If the body of the `with` statement raises, the temporary folder is deleted and `path` does not change. The body
     must call `flush` for every file that it writes into the folder. This function flushes only the folder's list of
-    files, so the contents of other files could be lost if the machine crashes. If `path` exists and is not an empty
-    folder, renaming raises OSError.
+    files, so the contents of a file that was not flushed could be lost if the machine crashes. If `path` exists and is
+    not an empty folder, renaming raises OSError.
     """
     with _temporary_folder(path) as folder:
         temporary = folder / path.name
@@ -102,6 +102,8 @@ def delete_abandoned(path: Path) -> None:
 def _temporary_folder(path: Path) -> Iterator[Path]:
     """Yield a new folder beside `path` with a random name that ends in `.tmp`, and delete it on exit.
 
+    First, temporary folders of `path` that killed processes have left are deleted.
+
     As long as the folder is in use, this process holds a lock on the file `lock` in it. If another process can lock
     that file, this process was killed, and the folder can be deleted.
     """
@@ -120,7 +122,8 @@ def _temporary_folder(path: Path) -> Iterator[Path]:
 def _is_abandoned(folder: Path) -> bool:
     """Return whether the process that created the temporary folder `folder` has ended. False if this is unknown.
 
-    That process has locked a file in the folder. The system releases this lock when the process ends.
+    That process has locked the file `lock` in the folder. The system releases this lock when the process ends. Without
+    this file, the process counts as ended if the folder was last changed more than _SECONDS_TO_LOCK (600) seconds ago.
     """
     try:
         with open(folder / _LOCK, "r+") as file:

@@ -58,8 +58,8 @@ class BlockState:
         zero_level: 3 frees the full parameters between forward and backward, and 2 keeps them.
         recompute: decides which forwards are recomputed in backward.
         inputs: stores the inputs of recomputed forwards in host memory until backward. None leaves them on the device.
-        previous: the block before this one in the block list.
-        next: the block after this one in the block list.
+        previous: a weak reference to the state of the block before this one in the block list; None if there is none.
+        next: a weak reference to the state of the block after this one in the block list; None if there is none.
         own_forward: the function to call instead of the class's forward: a forward that was set on the instance, or a
             compiled one. None calls the class's forward.
         compiled: whether the forward is compiled.

@@ -81,7 +81,8 @@ _let_out_untraced = disable_compiler(_let_out)  # it compares memory addresses, 
 
 
 _LISTING = frozenset({"parameters", "named_parameters", "named_modules", "_named_members"})
-"""The methods of torch.nn.Module by which `parameters` finds parameters. A program may override them."""
+"""The methods of torch.nn.Module by which `parameters` finds parameters. If a class or module overrides one of them,
+`DistributedModule.parameters` searches in every call, instead of using the list in `Members`."""
 
 
 class DistributedModule(ShardedModule):
@@ -289,9 +290,8 @@ def distribute(module: torch.nn.Module, schedule: Schedule) -> None:
     """Make `module` a DistributedModule, whose forward all-gathers sharded parameters when it reads them.
 
     Called when a model is wrapped, for the modules outside blocks, and for those inside blocks that have root
-    parameters. The module is
-    changed in place: its new class extends DistributedModule and its old class. If the module already is a
-    DistributedModule, this function does nothing.
+    parameters (such as those that several blocks share). The module is changed in place: its new class extends
+    DistributedModule and its old class. If the module already is a DistributedModule, this function does nothing.
 
     Args:
         module: the module.

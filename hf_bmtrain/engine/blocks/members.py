@@ -84,7 +84,7 @@ class Members:
         return list(map(_read, self._parameters))
 
     def are_in(self, mode: bool) -> bool:
-        """Return whether all modules inside the module are in training mode or, if `mode` is False, in evaluation mode.
+        """Return whether all submodules of the module are in training mode, or in evaluation mode if `mode` is False.
 
         The result is also False in these cases:
 

@@ -66,7 +66,7 @@ class Observer:
 
         Args:
             manager: the manager whose step was skipped.
-            parameters: the parameters that all optimizers of `manager` had in this step.
+            parameters: the parameters of all optimizers of `manager`, as of this step.
             counts: (len(parameters), 2) int64. Row i has the number of nan and the number of inf in this rank's
                 elements of the averaged gradient of parameter i. Both are -1 if there is no gradient, or if it was
                 freed before the host learned that the step had been skipped.

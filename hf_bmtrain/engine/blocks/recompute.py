@@ -51,8 +51,8 @@ class Recompute:
 
         The result must also be the same for all calls of the block inside one torch.utils.checkpoint (with
         use_reentrant=False) around the block. When backward runs the checkpointed function again, this method is not
-        called: each call of the block then uses the last result that this method returned inside saved-tensor hooks,
-        such as those of the checkpoint.
+        called. Instead, all calls of the block use one result: the last that this method returned while saved-tensor
+        hooks, such as those of the checkpoint, were active.
 
         Args:
             args: the positional arguments of the forward.

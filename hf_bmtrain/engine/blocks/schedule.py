@@ -181,11 +181,11 @@ class ForwardPass:
             self.before_backward(self.token)
 
     def check_unwritten(self) -> None:
-        """Raise RuntimeError if the forward modified a root parameter (one outside blocks) that it read.
+        """Raise RuntimeError if the forward wrote to a root parameter (one outside blocks) or cast it to another dtype.
 
-        Called at the end of the outermost forward. Full parameters are freed without being copied back to the shards,
-        so a write would be lost, except on a rank whose shard contains the whole parameter. (If the shard is the full
-        buffer, as with one rank, writes are allowed.) A cast of a parameter to another dtype also raises the error.
+        Called at the end of the outermost forward, for the root parameters that it has read. Full parameters are freed
+        without being copied back to the shards, so a write would be lost, except on a rank whose shard contains the
+        whole parameter. (If the shard is the full buffer, as with one rank, writes are allowed, but casts are not.)
         """
         for reader in self.readers:
             reader.check_unwritten()
@@ -462,9 +462,10 @@ class Schedule:
             self.running.add_reader(reader)
 
     def is_reading(self, reader: OnDemandGather) -> bool:
-        """Return whether a forward pass is running that has read the root parameters that `reader` all-gathers.
+        """Return whether the running forward pass, if any, has read the root parameters that `reader` all-gathers.
 
-        If so, the full parameters must not be freed at the end of a backward that runs inside this forward.
+        Root parameters are those outside blocks. If the result is True, the full parameters must not be freed at the
+        end of a backward that runs inside this forward.
         """
         return self.running is not None and reader in self.running.readers
 
@@ -647,9 +648,9 @@ class Schedule:
     def is_member(self, member: BackwardParticipant) -> bool:
         """Return whether `member` was added (see `join_backward`) to a backward that has not ended.
 
-        A backward counts as ended when it begins to call `finish_backward` of its participants. If `finish_backward`
-        itself calls this method, True therefore means that an outer backward, which runs the ending one inside a
-        reentrant checkpoint, still needs the full parameters of `member`.
+        A backward counts as ended when it begins to call `finish_backward` of its participants. So if `member` calls
+        this method in its `finish_backward`, True means that it also takes part in another backward, which still needs
+        its full parameters. (In a reentrant checkpoint, a backward runs inside another one.)
         """
         return any(member in members for members in self._members.values())
 

@@ -91,8 +91,8 @@ class ShardedModule(torch.nn.Module):
     def load_state_dict(self, state_dict, *args, **kwargs):
         """Load a state dict of full tensors. Each rank copies only its own elements of the parameters.
 
-        Collective: every rank must call it, with the same parameters. Only buffers (`register_buffer`) may differ
-        between the ranks.
+        Collective: every rank must call it. The parameters in `state_dict` must be equal on all ranks. Only buffers
+        (`register_buffer`) may differ.
 
         Args:
             state_dict: {key: full tensor}, such as the result of `state_dict`, or the state dict of the model without
@@ -227,8 +227,8 @@ def _begins_without_dict(cls: Any) -> bool:
 _PACKAGE, _, _ = __name__.partition(".")
 _ENGINE = (f"{_PACKAGE}.engine.wrap.", f"{_PACKAGE}.engine.blocks.")
 _UNTRACED = disable_compiler(len).__code__  # pyright: ignore[reportFunctionMemberAccess]
-"""The code object of the wrapper that torch's `disable_compiler` returns, the same for all wrapped functions. If a
-function has this code object, `_is_ours` checks the wrapped function, the wrapper's `__wrapped__`, instead."""
+"""The code object of the wrappers that `disable_compiler` returns, the same for all wrapped functions. If a function
+has this code object, `_is_ours` checks the function that it wraps (`__wrapped__`) instead."""
 STAYS = "stays_in_copies"
 """The name of an attribute that a hook of this package has if deep copies of its module must keep the hook.
 

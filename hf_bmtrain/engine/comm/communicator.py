@@ -1,4 +1,4 @@
-"""Collectives over flat tensors: the interface, an implementation with gloo, and one for a single process.
+"""Collectives over flat tensors: the interface, an implementation with gloo, and one for a single rank.
 
 The module `nccl` implements the interface for GPUs. The operations of a `Communicator` run in the order in which they
 were issued, asynchronously to the computation. Each operation returns a `Ticket`. Call the ticket's `wait` before you
@@ -186,10 +186,10 @@ class Gather(Protocol):
         Args:
             full: (number of ranks * n,), written.
             shard: (n,), this rank's shard, from `allocate`.
-            own: the (start, stop) ranges of `shard` that must be copied to this rank's own part of `full`. The rest of
-                this part may be left unwritten, but the parts of other ranks are always written completely. Pass
-                [(0, n)] if all tensors will be read in `full`. Pass `Layout.cut_ranges(rank)`, the ranges of tensors
-                that are split between ranks, if tensors that `shard` contains completely will be read in `shard`.
+            own: the (start, stop) ranges of `shard` that must be copied to this rank's own part of `full`. Pass
+                [(0, n)] if all tensors will be read in `full`. If tensors that `shard` contains completely will be read
+                in `shard`, pass `Layout.cut_ranges(rank)`, the ranges of tensors that are split between ranks. The rest
+                of this rank's part may then be left unwritten. The parts of other ranks are always written completely.
         """
         ...
 
@@ -272,7 +272,10 @@ def all_reduce_largest(communicator: Communicator, magnitudes: torch.Tensor) -> 
 
 
 class SingleProcess:
-    """The communicator of a single rank. Operations copy their input on the current stream, or do nothing."""
+    """The communicator of a job or group that has only one rank.
+
+    Operations copy their input on the current stream, or do nothing.
+    """
 
     rank, size = 0, 1
 
@@ -349,7 +352,7 @@ class GlooCommunicator:
 
     Args:
         name: the communicator's name, for messages.
-        timeout: the time for which operations wait for other ranks.
+        timeout: the operations' timeout. They wait at most 5 s (PATIENCE) longer for other ranks, then raise an error.
         groups: the groups into which all ranks are divided, each as a list of ranks in ascending order. The
             communicator connects the ranks of this rank's group.
     """

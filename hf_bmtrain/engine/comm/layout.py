@@ -60,11 +60,10 @@ class Layout:
                 between ranks only at multiples of `grain` from its own start. This keeps related elements together,
                 such as 64 elements with a common scale, or the rows of a matrix. If `grain` is at least as large as the
                 largest tensor, no tensor is divided.
-            spread: (n, itemsize), for a buffer whose all-gather sends one byte for each element of the buffer, because
-                tensors are rounded to 8 bits. Only the first n tensors, such as norms and biases, are sent unrounded,
-                with `itemsize` bytes per element. To make room for these bytes, tensor n begins at `itemsize` times
-                its usual offset: with an `itemsize` of 2, for example, at 2048 instead of 1024.
-                Everything before tensor n is in the first shard. n must be less than the number of tensors. The
+            spread: (n, itemsize), for a buffer that is all-gathered with 8 bits per element. Only the first n tensors,
+                such as norms and biases, are sent unrounded, with `itemsize` bytes per element. To make room for these
+                bytes, tensor n begins at `itemsize` times its usual offset (with an `itemsize` of 2, at 2048 instead of
+                1024), and everything before it is in the first shard. n must be less than the number of tensors. The
                 default, (0, 1), makes no extra room.
         """
         assert world_size >= 1 and grain >= 1, (world_size, grain)

@@ -29,7 +29,8 @@ class ObjectComm:
 
     Attributes:
         size: the number of ranks.
-        timeout: the time that a collective waits for the other ranks, in seconds (a float, not a timedelta).
+        timeout: the timeout that was passed to the constructor, in seconds (a float, not a timedelta). By default, a
+            collective waits 5 s (PATIENCE) longer for the other ranks.
         collective_log: the log of the collectives, which is compared with other ranks' logs.
         occasions: {number: description}, for error messages. The description states the purpose of a collective, or is
             a decision that was passed to `note_decision`. Entries in `collective_log` contain only the number, a hash
@@ -41,7 +42,7 @@ class ObjectComm:
 
         Args:
             size: the number of ranks. If there are several, torch's default process group must be initialized.
-            timeout: the time that a collective waits for the other ranks.
+            timeout: the timeout of collectives (see the attribute).
         """
         self.size, self.timeout = size, timeout.total_seconds()
         self.collective_log = CollectiveLog("control")
@@ -161,8 +162,9 @@ class ObjectComm:
 
         Raises:
             RuntimeError: a problem was found before this call, such as an error on another rank.
-            RuntimeError: another rank, whose log `CollectiveLog.note` reads, has already made a different decision. If
-                the difference is found only after this call, a later operation of this rank raises the error.
+            RuntimeError: another rank of this host, whose log is in shared memory (see `CollectiveLog.publish`), has
+                already made a different decision. If the difference is found only later, a later operation raises the
+                error.
         """
         if self._group is not None:
             self.collective_log.note(code("decision for", self._number(text)))

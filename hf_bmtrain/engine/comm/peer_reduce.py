@@ -130,11 +130,11 @@ class Mailboxes:
 class PeerReduction(Reduction):
     """Averages the gradients of blocks with peer copies: each rank writes directly to the memory of the other ranks.
 
-    Each rank has a mailbox: memory with one row for each other rank, laid out like this rank's shard. The other ranks
-    copy their gradients of this shard from autograd's tensors directly into their rows of the mailbox. Then this rank
-    averages the rows and its own gradient of the shard. Small shards and unsupported dtypes are reduced by collectives.
-    All ranks must reduce the same flat buffers in the same order. The host waits only when mailboxes are allocated or
-    freed.
+    Each rank has two mailboxes, which it uses in turn. A mailbox is memory with one row for each other rank. Each row
+    is laid out like the owner's shard. In a reduction, each rank copies its gradients of another rank's shard from
+    autograd's tensors directly into its row of that rank's mailbox. Then each rank averages the rows of its mailbox and
+    its own gradient of its shard. Small shards and unsupported dtypes are reduced by collectives. All ranks must reduce
+    the same flat buffers in the same order. The host waits only when mailboxes are allocated or freed.
 
     Args:
         collective: the reduction for small shards and unsupported dtypes. Its communicator is also used to wait until

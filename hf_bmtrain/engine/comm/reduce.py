@@ -1,6 +1,6 @@
 """Average the gradients of a flat buffer over the ranks, and write this rank's part of the mean to its shard.
 
-This file contains the interface, an implementation with collectives, and one for a single process. With several ranks,
+This file contains the interface, an implementation with collectives, and one for a single rank. With several ranks,
 gradients are packed into one flat tensor on a separate stream, while the next block computes its backward. The streams
 are ordered as follows:
 
@@ -56,8 +56,8 @@ class PendingReduce:
     def wait(self) -> None:
         """Make the current stream wait until this rank's shard contains its part of the mean gradient.
 
-        Under gradient accumulation, the mean is added to the running sum, and the shard contains the sum. Also drop the
-        references to autograd's gradients, and free the flat tensor into which they were copied.
+        Under gradient accumulation, the shard then contains the running sum, to which the mean has been added. This
+        object drops its references to autograd's gradients, and frees the flat tensor into which they were copied.
         """
         self.arrived.wait()
         self.gradients = ()
@@ -99,11 +99,11 @@ class Reducer(Protocol):
             gradient: the gradient, in the tensor's full shape. The reducer may keep a reference until
                 `PendingReduce.wait`, but does not write to it.
             destination: a function without arguments that returns the tensors (shard, total) that the next `send` will
-                get. Its first call in a backward allocates them. It is called only if there is a single rank. Then the
-                shard has room for full gradients, so the reducer copies each gradient at once, and the gradient's
-                memory can be freed early. If `total`, the running sum over several backwards, is None, the gradient may
-                be copied to `shard`. Otherwise it must be copied to other memory, because `shard` contains the
-                gradients of earlier backwards.
+                get. Its first call in a backward allocates them. It is called only if there is only one rank to average
+                over. The shard then has room for full gradients, so the reducer copies each gradient at once, and the
+                gradient's memory can be freed early. If `total`, the running sum over several backwards, is None, the
+                gradient may be copied to `shard`. Otherwise it must be copied to other memory, because `shard` contains
+                the gradients of earlier backwards.
         """
 
     def send(
@@ -114,8 +114,8 @@ class Reducer(Protocol):
         Collective: every rank must call it.
 
         Args:
-            gradients: the full gradients of the layout's tensors, in order. They are added to those that `collect` has
-                accepted. None adds nothing; a tensor without any gradient counts as zero.
+            gradients: for each tensor of the layout, its full gradient, or None. It is added to the gradients that
+                `collect` has accepted for the tensor. A tensor that has got no gradient in either way counts as zero.
             shard: (n,), written with this rank's part of the mean. With a running sum, it is written with the new sum
                 instead, rounded to the shard's dtype.
             total: (n,) in float32 or wider, the running sum of gradient accumulation, to which this rank's part of the
@@ -354,7 +354,7 @@ class _CollectiveReducer(CollectingReducer):
 
 
 class LocalReduction(Reduction):
-    """The reduction for a single process: gradients are copied into the shard, and nothing is sent."""
+    """The reduction if there is only one rank to average over: copies gradients into the shard, and sends nothing."""
 
     ahead = 0
 
@@ -363,7 +363,7 @@ class LocalReduction(Reduction):
 
 
 class _LocalReducer:
-    """The reducer of a single process. Without other ranks, it only copies the gradients of a flat buffer.
+    """The reducer if there is only one rank to average over. It only copies the gradients of a flat buffer.
 
     They are copied to the shard or, under gradient accumulation, to new memory, which `PendingReduce.wait` adds to the
     running sum. `collect` copies its gradient immediately, so that the gradient's memory can be freed before the

@@ -21,9 +21,10 @@ Hyper = Sequence[float | torch.Tensor]
 
 @dataclass(frozen=True)
 class Elements:
-    """The gradients, weights and optimizer state of n adjacent elements, for one call of `update`, an AdamW step.
+    """The gradients, weights and optimizer state of n adjacent elements, for an AdamW step.
 
-    The step updates the weights, masters and moments in place.
+    Pass this object to `KernelSteps.update` or `TorchSteps.update`, which makes the step. It updates the weights,
+    masters and moments in place.
 
     Attributes:
         grad: (n,), the gradients, only read.

@@ -31,8 +31,8 @@ _COUNT = 8  # the number of elements that one thread updates, as in adam8.cu
 THREADS = 128
 _M_FRACTION, _ROOT_FRACTION = 4, 5
 _SHIFT = 2.0**120
-"""The factor that decodes an 8-bit code. If the code's bits are placed in the exponent and fraction bits of a float32,
-this float32 times the factor is the number below 2 for which the code stands."""
+"""The factor that decodes an 8-bit code. Shift the code, without its sign, so that its fraction bits become the highest
+fraction bits of a float32. This float32 times the factor is the number below 2 for which the code stands."""
 
 
 class Moments(NamedTuple):

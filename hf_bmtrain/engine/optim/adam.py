@@ -93,8 +93,11 @@ class AdamOptimizer(torch.optim.Optimizer):
 
     Raises:
         TypeError: `params` is a single tensor or not iterable.
-        TypeError: a setting has the wrong type.
-        ValueError: a setting is out of range, or `state_bits=8` is combined with a bfloat16 `exp_avg_dtype`.
+        TypeError: `lr`, `eps`, `weight_decay`, `hold_steps` or one of the betas is neither a number nor a tensor of
+            one element, or `decoupled` is not a bool.
+        ValueError: a number is out of range, `betas` is not a pair, or `exp_avg_dtype` or `state_bits` does not have
+            one of the values above.
+        ValueError: `state_bits=8` is combined with a bfloat16 `exp_avg_dtype`.
         ValueError: there are no parameters, or a parameter has an unsupported dtype.
     """
 
@@ -160,8 +163,8 @@ class AdamOptimizer(torch.optim.Optimizer):
 
         Raises:
             TypeError: `param_group` is not a dict, or a setting has the wrong type.
-            ValueError: a setting is out of range, "params" is missing, a parameter is not float32, float16 or bfloat16,
-                or the group sets `maximize` or `amsgrad`.
+            ValueError: a setting is out of range, "betas" is not a pair, "params" is missing, a parameter is not
+                float32, float16 or bfloat16, or the group sets `maximize` or `amsgrad`.
         """
         expect_kind("param_group", param_group, dict, 'a dict with "params"')
         if "params" not in param_group:
@@ -621,7 +624,11 @@ class AdamOptimizer(torch.optim.Optimizer):
         return dict(self.state)
 
     def _checked(self, state_dict: dict) -> dict:
-        """Return `state_dict` with the parameter groups that `expect_state` returns. Raises its errors."""
+        """Check that this optimizer can continue from `state_dict`, and return it with complete parameter groups.
+
+        Settings that a saved group lacks because torch's AdamW does not have them keep this optimizer's values. Raises
+        ValueError if the state was saved by another class of optimizer.
+        """
         groups = state_dict["param_groups"]
         keys = [key for group in groups for key in group["params"]]
         mine = [parameter for group in self.param_groups for parameter in group["params"]]
@@ -715,7 +722,7 @@ class AdamOptimizer(torch.optim.Optimizer):
 
 
 def _refuse_unsupported(groups: Iterable[dict]) -> None:
-    """Raise ValueError if a parameter group has a setting of torch's AdamW that would be ignored."""
+    """Raise ValueError if a parameter group sets `maximize` or `amsgrad`, which this optimizer does not support."""
     for name in ("maximize", "amsgrad"):
         if any(group.get(name) for group in groups):
             raise ValueError(
@@ -725,7 +732,7 @@ def _refuse_unsupported(groups: Iterable[dict]) -> None:
 
 
 def _check_dtype(parameter: torch.nn.Parameter) -> None:
-    """Raise ValueError unless the optimizer supports the dtype of `parameter`."""
+    """Raise ValueError unless `parameter` is float32, float16 or bfloat16."""
     if parameter.dtype not in _DTYPES:
         raise ValueError(
             f"AdamOptimizer supports float32, float16 and bfloat16 parameters, got {parameter.dtype} of shape "

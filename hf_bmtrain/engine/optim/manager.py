@@ -59,9 +59,9 @@ class OptimManager:
         grad_scale: the number by which the sum of the ranks' gradients is divided. None uses the number of ranks, which
             gives the mean.
         max_skipped_steps: the number of skipped steps in a row after which the call that completes the step (on the
-            CPU, `step` itself; on a GPU, usually the next `backward`) raises RuntimeError. With a loss scale, steps
-            that are skipped while the scale can still be lowered do not count: in each series of skipped steps,
-            counting starts after the first one that leaves the scale at its minimum. None for no limit.
+            CPU, `step` itself; on a GPU, usually the next `backward`) raises RuntimeError. With a loss scale, a skipped
+            step counts only if the step just before it was also skipped and left the scale at its minimum. None for no
+            limit.
 
     Raises:
         TypeError, ValueError: an argument has the wrong type or is out of range.
@@ -245,11 +245,11 @@ class OptimManager:
         Raises:
             TypeError: `loss` is not a tensor.
             ValueError: `loss` is None, does not have one element, or does not require a gradient.
-            RuntimeError: the previous step was the `max_skipped_steps`-th in a row that was skipped because a gradient
-                was inf or nan. (Only on a GPU. On the CPU, `step` itself raises this error.)
+            RuntimeError: the previous step was skipped because a gradient was inf or nan, and the skipped steps have
+                reached the limit `max_skipped_steps`. (Only on a GPU. On the CPU, `step` itself raises this error.)
             RuntimeError: a gradient of the previous step was inf or nan, and an AdamOffloadOptimizer had already
-                updated weights with it, because the backward ran in its `update_in_backward()`. (Only on a GPU. On the
-                CPU, `step` itself raises this error.)
+                updated weights with it, because the backward ran inside its context `update_in_backward()`. (Only on a
+                GPU. On the CPU, `step` itself raises this error.)
         """
         if loss is None:
             raise ValueError("backward() needs the loss. Call manager.backward(loss).")
@@ -289,11 +289,11 @@ class OptimManager:
 
         Raises:
             TypeError: `loss` is not a tensor.
-            RuntimeError: the previous step was the `max_skipped_steps`-th in a row that was skipped because a gradient
-                was inf or nan. (Only on a GPU. On the CPU, `step` itself raises this error.)
+            RuntimeError: the previous step was skipped because a gradient was inf or nan, and the skipped steps have
+                reached the limit `max_skipped_steps`. (Only on a GPU. On the CPU, `step` itself raises this error.)
             RuntimeError: a gradient of the previous step was inf or nan, and an AdamOffloadOptimizer had already
-                updated weights with it, because the backward ran in its `update_in_backward()`. (Only on a GPU. On the
-                CPU, `step` itself raises this error.)
+                updated weights with it, because the backward ran inside its context `update_in_backward()`. (Only on a
+                GPU. On the CPU, `step` itself raises this error.)
         """
         if not isinstance(loss, torch.Tensor):
             expect_tensor("loss", loss)
@@ -342,7 +342,7 @@ class OptimManager:
 
         Raises:
             RuntimeError: the AdamOffloadOptimizer of some of these parameters has already used gradients for updates,
-                because the backward ran in its `update_in_backward()`.
+                because the backward ran inside its context `update_in_backward()`.
             TypeError, ValueError: an argument has the wrong type or is out of range.
         """
         param_groups = list(param_groups) if isinstance(param_groups, Iterable) else param_groups
@@ -401,11 +401,12 @@ class OptimManager:
             RuntimeError: there is no optimizer.
             RuntimeError: the ranks' managers differ in `grad_scale`, `max_skipped_steps`, the settings of the loss
                 scale, or the classes of optimizers and schedulers.
-            RuntimeError: `max_skipped_steps` steps in a row were skipped because a gradient was inf or nan. On the CPU,
-                the last of these steps raises the error. On a GPU, the call that completes this step raises it: usually
-                the next `backward`, at the latest the next `step`.
+            RuntimeError: a step was skipped because a gradient was inf or nan, and the skipped steps have reached the
+                limit `max_skipped_steps`. On the CPU, this step raises the error. On a GPU, the call that completes the
+                step raises it: usually the next `backward`, at the latest the next `step`.
             RuntimeError: a gradient was inf or nan, and an AdamOffloadOptimizer had already updated weights with it,
-                because the backward ran in its `update_in_backward()`. Raised by the same calls as the error above.
+                because the backward ran inside its context `update_in_backward()`. Raised by the same calls as the
+                error above.
         """
         if not self.optimizers:
             raise RuntimeError("OptimManager has no optimizer. Call add_optimizer first.")
@@ -524,7 +525,10 @@ class OptimManager:
         self._multiply(_unreplaced(_with_gradient(optimizer), clipped), factor)
 
     def _multiply(self, parameters: list, factor: torch.Tensor) -> None:
-        """Multiply the parameters' `.grad` in place. `step` does not search them for inf and nan again after this."""
+        """Multiply the parameters' `.grad` by `factor` in place.
+
+        If gradients were searched for inf and nan before, this write does not make `step` search them again.
+        """
         if parameters:
             checked = _unwritten(self._checked)
             foreach_mul_([p.grad for p in parameters], factor)
@@ -557,12 +561,15 @@ class OptimManager:
 
         Returns:
             A dict for `load_state_dict`: "optimizers", the list of the optimizers' states; "checksums", with which
-            `load_state_dict` verifies the values; and the entries of `own_state`.
+            `load_state_dict` verifies the values; and "lr_schedulers", "loss_scale" and "clean_steps", the result of
+            `own_state`.
 
         Raises:
             RuntimeError: an optimizer keeps its state under names instead of parameters.
             RuntimeError: `gather_opt` is True, and the ranks have state for different parameters.
-            RuntimeError: the previous step was skipped, in one of the two cases in which `own_state` raises an error.
+            RuntimeError: on a GPU, the previous step was skipped because a gradient was inf or nan; and the skipped
+                steps have reached the limit `max_skipped_steps`, or an AdamOffloadOptimizer had already updated weights
+                with this gradient.
         """
         world = current_world()
         expect_flag("gather_opt", gather_opt)
@@ -587,11 +594,11 @@ class OptimManager:
             since the loss scale last changed.
 
         Raises:
-            RuntimeError: the previous step was the `max_skipped_steps`-th in a row that was skipped because a gradient
-                was inf or nan. (Only on a GPU. On the CPU, `step` itself raises this error.)
+            RuntimeError: the previous step was skipped because a gradient was inf or nan, and the skipped steps have
+                reached the limit `max_skipped_steps`. (Only on a GPU. On the CPU, `step` itself raises this error.)
             RuntimeError: a gradient of the previous step was inf or nan, and an AdamOffloadOptimizer had already
-                updated weights with it, because the backward ran in its `update_in_backward()`. (Only on a GPU. On the
-                CPU, `step` itself raises this error.)
+                updated weights with it, because the backward ran inside its context `update_in_backward()`. (Only on a
+                GPU. On the CPU, `step` itself raises this error.)
         """
         self._end_last_step()
         return {
@@ -620,7 +627,9 @@ class OptimManager:
             RuntimeError: the ranks pass different schedulers' states, loss scales or settings of optimizers, or
                 different full states.
             RuntimeError: a value does not match its checksum, because the file is damaged.
-            RuntimeError: the previous step was skipped, in one of the two cases in which `own_state` raises an error.
+            RuntimeError: on a GPU, the previous step was skipped because a gradient was inf or nan; and the skipped
+                steps have reached the limit `max_skipped_steps`, or an AdamOffloadOptimizer had already updated weights
+                with this gradient.
         """
         expect_kind("state_dict", state_dict, dict, "the result of OptimManager.state_dict()")
         lacking = [key for key in ("optimizers", "lr_schedulers", "loss_scale", "clean_steps") if key not in state_dict]
@@ -685,11 +694,11 @@ class OptimManager:
             ValueError: this manager and the saved one differ in the number of optimizers, in which optimizers have a
                 scheduler, or in whether there is a loss scale. Nothing is loaded then.
             ValueError: a scheduler rejects its state. The schedulers before it have already been loaded.
-            RuntimeError: the previous step was the `max_skipped_steps`-th in a row that was skipped because a gradient
-                was inf or nan. (Only on a GPU. On the CPU, `step` itself raises this error.)
+            RuntimeError: the previous step was skipped because a gradient was inf or nan, and the skipped steps have
+                reached the limit `max_skipped_steps`. (Only on a GPU. On the CPU, `step` itself raises this error.)
             RuntimeError: a gradient of the previous step was inf or nan, and an AdamOffloadOptimizer had already
-                updated weights with it, because the backward ran in its `update_in_backward()`. (Only on a GPU. On the
-                CPU, `step` itself raises this error.)
+                updated weights with it, because the backward ran inside its context `update_in_backward()`. (Only on a
+                GPU. On the CPU, `step` itself raises this error.)
         """
         self.check_own_state(state)
         self._end_last_step()
@@ -880,8 +889,8 @@ def global_norm(parameters: list, order: float, communicator: Communicator, devi
     Collective: every rank must call it. There is only one all-reduce, of at most two numbers. If an element of a
     gradient is inf or NaN, the result is inf or NaN. Parameters that are not sharded, which all ranks have, count once.
 
-    The 2-norm is computed in float64. Norms of other orders are computed in float32, or in float64 if a parameter is
-    float64. Each gradient is read once, and gradients that are adjacent in memory are read as one tensor. For the
+    The 2-norm is returned in float64. Norms of other orders are computed in float32, or in float64 for float64
+    parameters. Each gradient is read once, and gradients that are adjacent in memory are read as one tensor. For the
     2-norm, a gradient is not read at all if its sum of squares was already computed while it was averaged over the
     ranks.
 
@@ -932,7 +941,7 @@ def _powers(parameters: list, order: float, device: torch.device) -> torch.Tenso
     """Return the sum of |g|^order over this rank's elements g of all gradients, from which a norm is computed.
 
     If `order` is inf, return the maximum of |g|. The result has shape (1,). It is float64 if any of `parameters` is,
-    otherwise float32. It does not depend on which of them have elements on this rank, so it is the same on every rank.
+    otherwise float32. This dtype is the same on every rank, also on ranks that store no element of a float64 parameter.
     """
     wide = torch.float64 if any(p.dtype.to_real() == torch.float64 for p in parameters) else torch.float32
     filled = [flat for members in neighbours(parameters) for flat in _flat(members) if flat.numel()]

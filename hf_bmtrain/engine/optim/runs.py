@@ -275,8 +275,9 @@ class RunState:
 
     Attributes:
         run: the parameters, and a view of their elements.
-        master: an object with three tensors (n,): the weights, their masters (the float32 copies that the optimizer
-            updates, or the int16 differences of these from the weights), and the second moment exp_avg_sq.
+        master: an object with up to three tensors (n,): the weights, their masters (the float32 copies that the
+            optimizer updates, or the int16 differences of these from the weights; None for float32 weights), and the
+            second moment exp_avg_sq (None if the optimizer has none, or if `exp_avg` contains both moments).
         exp_avg: the first moment, (n,) float32 or bfloat16; or both moments in 8 bits.
         step: (), float32, the number of steps taken.
         index_base: the index of the run's first element among all elements of the optimizer (see `index_bases`).
@@ -360,7 +361,10 @@ def own_entries(held: dict[str, Any]) -> ParameterState:
 
 
 def is_own(name: str) -> bool:
-    """Return whether the optimizer's own state has entries of this name. Other entries belong to other code."""
+    """Return whether `name` is one that the optimizer itself uses in the state of a parameter, such as "exp_avg".
+
+    Entries with other names belong to other code, for example to Lookahead wrappers.
+    """
     return name in _OWN or name.startswith(_EIGHT_BITS)
 
 

@@ -45,8 +45,7 @@ class SkippedSteps:
     skipped step is logged as a warning.
 
     limit: the number of skipped steps in a row after which `report` raises RuntimeError; None for no limit. With a loss
-        scale, a skipped step counts only if the skipped step before it, in the same series, has left the scale at its
-        minimum, so that the scale cannot be lowered any more.
+        scale, a skipped step counts only if the step just before it was also skipped and left the scale at its minimum.
     """
 
     def __init__(self, limit: int | None) -> None:
@@ -63,7 +62,7 @@ class SkippedSteps:
         self._counts: torch.Tensor | None = None
 
     def start_anew(self) -> None:
-        """Let the next skipped step begin a new series of skipped steps. Called when a state is loaded."""
+        """Restart the counts of skipped steps in a row. Called when a state is loaded: earlier steps do not count."""
         self._last = 0
 
     def look(self, step: int, gradients: Sequence[torch.Tensor | None]) -> None:
@@ -97,8 +96,8 @@ class SkippedSteps:
             minimum: the minimum loss scale.
 
         Raises:
-            RuntimeError: the number of skipped steps in a row has reached `limit`. The description of `limit` in this
-                class says which steps count.
+            RuntimeError: the number of skipped steps in a row has reached `limit`. With a loss scale, a skipped step
+                counts only if the step just before it was also skipped and left the scale at its minimum.
         """
         assert self._counts is not None and self._looked == step, "call look() first"
         world = current_world()

@@ -280,8 +280,8 @@ def own_part(parameter: torch.Tensor, name: str, value: Any) -> Any:
 
     * If `value` has only this rank's elements (in a 1-D tensor, or already in a `ShardTensor`), it is returned as a
       sharded tensor (`ShardTensor`).
-    * If `value` has as many elements as the full parameter (if tensor parallelism splits it: as before the split), the
-      result is a sharded tensor of this rank's elements, usually a view.
+    * If `value` has as many elements as the full parameter (with tensor parallelism: as the whole tensor before it was
+      split), the result is a sharded tensor of this rank's elements, usually a view.
     * Values that are not laid out like the parameter are returned unchanged, so every rank keeps all of them: numbers,
       other tensors of one element (such as step counts), factors of a matrix (as in Adafactor), scales and lookup
       tables of 8-bit optimizers, and several full tensors stacked in a new dimension 0.

@@ -160,7 +160,7 @@ def open_backend(
     facts: Mapping[str, Any],
     monitor: Monitor,
 ) -> Backend:
-    """Initialize torch's default process group, if that was not done before, and open the communicators of all ranks.
+    """Initialize torch's default process group, if that was not done before, and open this rank's communicators.
 
     Collective: every rank must call it. With one rank, no process group is needed, and none is initialized. After an
     error, `monitor` is stopped, and only the process group may still be open.

@@ -82,8 +82,9 @@ class Grid:
 class World:
     """The ranks that train together, with this process's rank, device and communicators.
 
-    With tensor parallelism, there is a second World, for the parts of split tensors. Its `shard_group` has only the
-    ranks that have the same part.
+    `init_distributed` creates the World of all ranks, and `current_world` returns it. With tensor parallelism, there is
+    a second World, for the parts of split tensors. It contains only the ranks that have the same part, so its `rank`,
+    `size`, `control` and communicators are those of these ranks.
 
     Attributes:
         rank: the rank of this process, 0 to size - 1.
@@ -124,9 +125,10 @@ class World:
         poison: whether to fill memory with NaN before it is written and when it is freed. For debugging: code that
             reads the memory too early or too late then computes NaN.
         buffers: counts the flat buffers.
-        kept: {folder: the object that saves checkpoints to this folder}.
-        copying: one event for each checkpoint whose values are still being copied. Before an optimizer modifies
-            weights, the host waits for all these events.
+        kept: {folder of checkpoints: what `save_state` keeps from one checkpoint in it to the next, such as the host
+            memory for copies}.
+        copying: one event for each checkpoint that a thread is saving, set when the values have been copied. Before an
+            optimizer modifies weights, the host waits for all these events.
         saved_states: {key in the checkpoint: the functions with which a feature saves and loads its object}.
         device_memory: memory statistics of the device, or None on the CPU.
     """
@@ -179,7 +181,7 @@ class World:
 
         Args:
             occasion: the operation that the ranks are about to start, for messages. It must be the same on all ranks.
-            seconds: the maximum time to wait. None uses the timeout of `init_distributed`.
+            seconds: the maximum time to wait. None: 5 s more than the timeout of `init_distributed`.
 
         Raises:
             RuntimeError: a rank did not call this in time. The message names it.
@@ -399,7 +401,7 @@ def wait_loader() -> None:
 
 
 def check_zero_level(zero_level: int) -> None:
-    """Check an argument `zero_level`, such as that of `init_distributed` or `auto_wrap`.
+    """Check that an argument `zero_level`, such as that of `init_distributed` or `auto_wrap`, is 2 or 3.
 
     Raises:
         ValueError: the argument is neither 2 nor 3.

@@ -143,8 +143,9 @@ class ShardedBuffer:
         Args:
             cls: the class of the local parameters. Their memory is a 1-D view of `shard`.
             parameters: the full parameters, in the order of the buffer. Their `requires_grad` is copied, and so are
-                their attributes `init_method` and `group` (of BMTrain), and plain values that a program has set as
-                attributes of a torch.nn.Parameter, such as Mamba's `_no_weight_decay`.
+                their attributes `init_method` and `group` (of BMTrain). From a torch.nn.Parameter (not a subclass),
+                attributes that a program has set to a number, bool or str are copied, too, such as Mamba's
+                `_no_weight_decay`.
         """
         slices: list[Any] = []
         for index, (parameter, local_range) in enumerate(zip(parameters, self.local_ranges)):
@@ -278,8 +279,8 @@ class ShardedBuffer:
     def drop(self) -> None:
         """Free the full buffer. Unlike `reshard`, do so even if it is resident (`is_resident`).
 
-        Called by `reshard`, before `route` changes what all-gathers send, and when the buffer leaves its block because
-        all of its parameters were deleted.
+        Called by `reshard`. Also called before a call of `route` that changes what all-gathers send, and when the
+        buffer leaves its block because all of its parameters were deleted.
         """
         if self._ticket is not None:  # the all-gather may still write to the memory, because `wait` was not called
             self._ticket.wait()

@@ -58,8 +58,8 @@ class OnDemandGather:
         self._watched = False
         self.unwatched = self.read_inside = False
         self._passes = 0  # the number of training forwards that have read the parameters since the last backward
-        # Whether `note_read` or `count_pass` has recorded a read whose gradient may come at any time in a backward. The
-        # next backward then starts the reduction only at its end.
+        # Whether `note_read` or `count_pass` has recorded a read whose gradient may come at any time in a backward.
+        # Backwards then start the reduction only at their end.
         self._read_elsewhere = False
         self._sent = False  # whether the running backward has started the reduction
 
@@ -118,8 +118,8 @@ class OnDemandGather:
         flat buffer's gradient, without waiting for the other modules.
 
         While the parameter is frozen, a module gets another Parameter, which requires no gradient. The Parameter that
-        an earlier forward has read still requires one. If `sharded` is trained again before the backward of that
-        forward, it therefore gets its gradient.
+        an earlier forward has read still requires one. So if the user freezes `sharded` after that forward, but
+        unfreezes it before the backward, the gradient is not lost.
 
         Args:
             sharded: the local parameter.
@@ -158,7 +158,9 @@ class OnDemandGather:
             self._read_elsewhere = True
 
     def note_read(self) -> None:
-        """Record that a parameter is read by a fused loss, or by `gather` outside a forward or during a backward.
+        """Record that a parameter is read by a fused loss, or by `read_full` outside a forward or during a backward.
+
+        `DistributedParameter.gather` and functions of torch call `DistributedParameter.read_full`.
 
         It is not known when backward will compute the gradient that comes from such a read. So if gradients are enabled
         now, all later backwards reduce the gradients of the buffer's parameters only at their end.
@@ -343,8 +345,9 @@ def watch(group: Sequence[OnDemandGather]) -> Iterator[None]:
     If contexts for the same buffer are nested, its parameters are freed only at the end of the outer one, whose code
     may still have views.
 
-    Inside the context, torch does not check whether saved tensors are modified in place. So their versions are
-    compared in backward, which raises RuntimeError if they differ.
+    Inside the context, torch does not check whether saved tensors are modified in place before backward. This context
+    checks it instead, for all tensors but views of the full parameters: backward raises RuntimeError if the version
+    counter of a saved tensor has changed since it was saved.
 
     group: the OnDemandGathers (one for each flat buffer of root parameters) whose views are tracked.
     """

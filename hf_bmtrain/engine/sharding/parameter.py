@@ -268,11 +268,11 @@ class DistributedParameter(ShardBase, torch.nn.Parameter):
         return self.buffer.storage.kind or PLAIN
 
     def mark(self, full: Any) -> None:
-        """Set attributes of a full copy of this parameter, so that it can later be sharded over the same ranks.
+        """Give `full`, a full copy of this parameter, the attributes that it needs if it is sharded later.
 
-        The attributes are `init_method`, `group` and, if this parameter is split by tensor parallelism or has
-        `tp_mode=True`, `storage_kind`. You need not call this method: `copy.deepcopy` does, and so does `auto_wrap`
-        when it shards a sharded parameter again.
+        These are `init_method`, `group` and, if this parameter is split by tensor parallelism or has `tp_mode=True`,
+        `storage_kind`, by which the copy is sharded over the same ranks. You need not call this method:
+        `copy.deepcopy` does, and so does `auto_wrap` when it shards a sharded parameter again.
 
         Args:
             full: a tensor with the values of the full parameter.

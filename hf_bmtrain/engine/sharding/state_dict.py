@@ -25,9 +25,13 @@ def unexpanded(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class StateDict(OrderedDict):
-    """A state dict that all ranks fill together, because its full tensors are all-gathered.
+    """This rank's state dict. All ranks fill theirs at the same time, because the full tensors are all-gathered.
 
-    keep: whether this rank keeps the values. If not, it takes part in the all-gathers, but stores empty tensors.
+    Args:
+        keep: whether this rank keeps the values. If not, it takes part in the all-gathers, but stores empty tensors.
+
+    Attributes:
+        copies: the tensors that `copy_to_cpu` has returned, as {source: tensor}.
     """
 
     def __init__(self, keep: bool = True) -> None:
@@ -120,7 +124,8 @@ def check_full_tensors(model: torch.nn.Module, state: Mapping[str, object]) -> N
 
     Args:
         model: the sharded model.
-        state: the state dict that this rank has passed to `model.load_state_dict`.
+        state: the state dict that this rank has passed to `model.load_state_dict`. A mapping that is not a dict is not
+            checked.
     """
     world = current_world()
     # A DistributedStateDictWrapper, a mapping that is not a dict, needs no check: all ranks read rank 0's values in it.

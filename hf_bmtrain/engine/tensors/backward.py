@@ -69,7 +69,7 @@ def _listed(tensors: Any) -> tuple:
 
 @wraps(_backward)
 def _backward_with_sharded(tensors, grad_tensors=None, *args: Any, inputs=None, **options: Any) -> None:
-    """Replace `torch.autograd.backward` before torch 2.11, so that `inputs` may include sharded parameters."""
+    """Replacement of `torch.autograd.backward` in torch before 2.11. `inputs` may include sharded parameters."""
     if inputs is None and any(hasattr(each, "autograd_leaves") for each in _listed(tensors)):
         return backward_to(tensors, None)
     named = () if inputs is None else _listed(inputs)

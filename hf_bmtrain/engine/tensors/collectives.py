@@ -54,7 +54,7 @@ def override_initializers(kinds: tuple[type, ...]) -> Callable[[], None]:
     several ranks. A module that stored a function before this call keeps the original one. This includes
     `transformers.initialization` if it was imported before.
 
-    kinds: the classes of sharded tensors, and `WholeCopy`.
+    kinds: the classes of sharded tensors, and `WholeCopy`, the class of views of a temporary full copy of one.
 
     Returns a function that restores the original functions.
     """

@@ -521,7 +521,7 @@ class _Call:
         slices: the sharded tensors among `tensors`.
         full: whether autograd may record the call, so that the function must act on full tensors: gradients are
             enabled, and an argument is a sharded parameter (even a frozen one) or a plain tensor that requires a
-            gradient.
+            gradient. Always False for functions of torch.nn.init.
     """
 
     def __init__(self, func: Callable, name: str, args: tuple, kwargs: dict[str, Any]) -> None:
@@ -895,7 +895,8 @@ class _Call:
     def _write_back(self, target: Any, full: torch.Tensor) -> None:
         """Copy this rank's elements of `full` to the sharded tensor `target`.
 
-        Raises RuntimeError if autograd forbids the write, or if the function has changed the shape or the dtype.
+        Raises RuntimeError if autograd records the call and `target` requires a gradient, or if the function has
+        changed the shape or the dtype.
 
         full: the full copy of `target`, after the torch function has modified it.
         """

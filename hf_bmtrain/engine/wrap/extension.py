@@ -21,7 +21,7 @@ class WrapPlan(NamedTuple):
         root: all modules that are neither in `layers` nor inside one of them.
         shared: ids of parameters that are used by several of `layers`, or by one of them and by a module of `root`.
             They are not sharded with a block, but together with the parameters of `root`.
-        compiled: whether the blocks are compiled.
+        compiled: whether `wrap` compiles the blocks. Not meaningful if `late` is True.
         late: whether the model was wrapped before. If so, only the parameters that were added since are sharded.
     """
 

@@ -39,7 +39,7 @@ def choose_chains(
     """Return the modules that become blocks, as chains in execution order, and the ModuleLists that contain them.
 
     A chain is a list of blocks. While a block runs, the weights of the next block of its chain are prefetched, and in
-    backward those of the previous block. The ModuleLists become TransformerBlockLists.
+    backward those of the previous block. Later, `wrap` turns the ModuleLists into TransformerBlockLists.
 
     Args:
         model: the model.

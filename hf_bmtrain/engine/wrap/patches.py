@@ -18,7 +18,7 @@ from ..runtime.world import current_world
 
 _log = logging.getLogger("hf_bmtrain")
 _OPTIONS = {"every_n_layers": 1, "offload": False}
-"""Options of transformers' activation checkpointing, in the order of its arguments, with their default values."""
+"""All but the first argument of transformers' `activation_checkpointing_enable`, in order, with their defaults."""
 
 
 def route_recomputation(model: torch.nn.Module, blocks: Iterable[Any]) -> None:

@@ -97,6 +97,8 @@ def admit_parameters(model: torch.nn.Module, recognized: Callable[[torch.nn.Para
     device without values, parameters with a hook on their gradient, DTensors and other subclasses of torch.Tensor, and
     two different parameters in the same memory, if one of them is trained.
 
+    If parameters can be sharded but have a `.grad`, rank 0 logs a warning, because sharding drops these gradients.
+
     Args:
         model: the model, all of whose parameters are checked.
         recognized: a function that returns whether an extension can shard a parameter although it is not an ordinary

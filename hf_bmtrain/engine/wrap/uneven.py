@@ -85,7 +85,7 @@ def _numel(states: Sequence[BlockState]) -> int:
 
 
 def _why_uneven(plan: WrapPlan, chains: Sequence[Chain]) -> str | None:
-    """Return why ranks may run different parts of the model in one step, for the log; None if they all run the same.
+    """Return why ranks may run different parts of the model in one step, for the log; None if nothing suggests it.
 
     plan: the model, and its division into blocks and other modules.
     chains: the model's lists of blocks, each in execution order.

@@ -189,7 +189,8 @@ def _link(
 ) -> None:
     """Link the blocks of each chain for prefetching, turn `lists` into TransformerBlockLists, and compile the blocks.
 
-    Also turns off the model's own gradient checkpointing, because the blocks recompute their forwards themselves.
+    A list that is an instance of a subclass of ModuleList keeps its class. Also turns off the model's own gradient
+    checkpointing, because the blocks recompute their forwards themselves.
 
     plan: the model and its blocks.
     chains: lists of blocks in execution order.

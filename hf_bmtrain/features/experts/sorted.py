@@ -81,8 +81,12 @@ def sort_experts(modules: Iterable[torch.nn.Module]) -> int:
 def _replaces(experts: Any) -> bool:
     """Return whether `run_experts` replaces transformers' own code in the current forward of the module `experts`.
 
-    Among other conditions, gradients must be enabled, transformers must be set to its implementation "grouped_mm", and
-    the experts must not be sharded by expert parallelism.
+    It does if all these conditions are met:
+
+    * Gradients are enabled, and transformers is set to its implementation "grouped_mm".
+    * The experts are not divided by expert parallelism, and the module's `forward` has not been replaced.
+    * `down_proj` is 3-D, and torch's grouped_mm kernel can multiply by it (`has_kernel`).
+    * No torch.func transform is active, or the code is being compiled.
     """
     if not torch.is_grad_enabled() or experts.config._experts_implementation != "grouped_mm":
         return False

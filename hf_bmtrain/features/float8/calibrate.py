@@ -101,8 +101,8 @@ class Calibration(Observer):
         Read only while the ranks have not decided which layers keep float8. If it is True on all ranks when a
         checkpoint is saved, they first call `decide`, so that the checkpoint contains the decision.
 
-        Always False in a subclass that calls `decide` right after measuring. If the ranks cannot decide at that moment,
-        the subclass does not use these measurements later, but measures again.
+        Always False in CalibrationAhead, which calls `decide` right after measuring. If the ranks cannot decide at that
+        moment, it does not use these measurements later, but measures again.
         """
         raise NotImplementedError
 

@@ -49,7 +49,7 @@ class GatheredFactor(NamedTuple):
 
 
 class Float8Requantizer:
-    """Rounds the shards of weights to float8 before they are all-gathered.
+    """Rounds the shards of a model's weights to float8 before they are all-gathered. There is one for each model.
 
     All shards that have changed are rounded together, so that one all-reduce computes the absmax (largest magnitude) of
     every weight in them. A shard that an optimizer has ever updated asynchronously is rounded separately, before its
@@ -101,7 +101,7 @@ class Float8Requantizer:
 
 @dataclass(frozen=True)
 class Float8Kind(StorageKind):
-    """The StorageKind of weights of float8 layers: how to shard these weights, and to all-gather them in float8.
+    """The StorageKind of weights of float8 layers. It defines how these weights are sharded and all-gathered.
 
     When the model is sharded, `make` creates a Float8Storage for each flat buffer of such weights.
     """

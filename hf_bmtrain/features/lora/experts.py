@@ -69,7 +69,8 @@ def split_adapters(modules: Iterable[torch.nn.Module]) -> int:
 
     A stack is a 3-D parameter with one matrix per expert. PEFT wraps a module with such a parameter in a ParamWrapper.
     The class of each such wrapper in `modules` is replaced in place by a subclass of SplitWrapper, whose forward does
-    not add the adapters to the stack.
+    not add the adapters to the stack. The class of the module that has the stack is replaced too (see `sort_experts`),
+    so that its forward multiplies by the adapters' matrices.
 
     Args:
         modules: any modules. Modules that are not such wrappers, and wrappers that are SplitWrappers already, are left

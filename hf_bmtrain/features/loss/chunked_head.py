@@ -103,7 +103,7 @@ def _chunked_class(cls: Any) -> type:
 
 
 def _unless_born(operation: Any) -> Any:
-    """Make a method of UnbornLogits act on the full logits if they have been computed."""
+    """Decorator of a method of UnbornLogits: once the full logits have been computed, call their method instead."""
 
     @functools.wraps(operation)
     def act(self, *args, **kwargs):
@@ -117,10 +117,11 @@ def _unless_born(operation: Any) -> Any:
 class UnbornLogits:
     """A placeholder for logits: `head(hidden) * scale`, or with a softcap `cap * tanh(head(hidden) * scale)`.
 
-    torch's functions accept it in place of a tensor. cross_entropy computes the loss in chunks. Scaling, tanh, casts to
-    float32, reshaping and slicing of rows return another UnbornLogits. The shape, dtype and device are known without
-    logits. Any other operation computes the full logits. From then on, every operation on this object is done on these
-    full logits, so that it sees in-place changes of them.
+    A ChunkedHead returns it in a training forward with labels. torch's functions accept it in place of a tensor.
+    cross_entropy computes the loss in chunks. Scaling, tanh, casts to float32, reshaping and slicing of rows return
+    another UnbornLogits. The shape, dtype and device are known without logits. Any other operation computes the full
+    logits. From then on, every operation on this object is done on these full logits, so that it sees in-place changes
+    of them.
 
     Args:
         head: the model's output layer, a ChunkedHead.
@@ -385,8 +386,9 @@ def _convert(head: Any) -> None:
 def _arm(model: Any, args: tuple, kwargs: dict) -> None:
     """Forward pre-hook: choose whether the head (output layer) returns logits or, in their place, an UnbornLogits.
 
-    It returns an UnbornLogits if the model is in training mode and gets labels. A head that is new since the last
-    forward is converted first. If that is impossible, a warning is logged, and it returns logits.
+    An UnbornLogits represents the logits, and computes the loss without storing them. The head returns one if the model
+    is in training mode and gets labels. If the head was replaced since the last forward, the new one is first made a
+    ChunkedHead. If that is impossible, a warning is logged, and the new head returns logits.
     """
     labels = kwargs.get("labels")
     if labels is None and args:
@@ -404,9 +406,10 @@ def _arm(model: Any, args: tuple, kwargs: dict) -> None:
 
 
 def _disarm(model: Any, args: tuple, kwargs: dict, output: Any) -> Any:
-    """Forward hook: make the head (output layer) return logits again, and remove placeholders from the model's output.
+    """Forward hook: make the head (output layer) return logits again, and remove UnbornLogits from the model's output.
 
-    The hook also runs after a forward that raised an error.
+    An UnbornLogits is a placeholder for logits. In a ModelOutput or a named tuple, it becomes None. In any other tuple,
+    it is left out. The hook also runs after a forward that raised an error.
     """
     head = model.get_output_embeddings()
     if _ARMED in getattr(head, "__dict__", ()):

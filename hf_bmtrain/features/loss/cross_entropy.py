@@ -25,10 +25,10 @@ PART_VECTORS = 2048
 
 @cache
 def gradient_variant(dtype: torch.dtype, general: bool, weighted: bool) -> Variant:
-    """Return the Variant to pass to `kernel` for the kernels that compute a gradient, or rescale it.
+    """Return the CUDA source, and its macros, of the kernels that compute the gradient of the logits, or rescale it.
 
-    It consists of the CUDA source kernels/cross_entropy_gradient.cu and the macros with which it is compiled. Each
-    combination of arguments is compiled separately, so that the kernels contain only the code that is used.
+    The source is kernels/cross_entropy_gradient.cu. To load one of its kernels, pass the returned Variant to `kernel`.
+    Each combination of arguments is compiled separately, so that the kernels contain only the code that is used.
 
     dtype: the dtype of the logits and of their gradient.
     general: whether to compile the code for label smoothing, class weights and a softcap. False if none is used.
@@ -40,11 +40,11 @@ def gradient_variant(dtype: torch.dtype, general: bool, weighted: bool) -> Varia
 
 @cache
 def rows_variant(dtype: torch.dtype, general: bool, weighted: bool, cluster: int) -> Variant:
-    """Return the Variant to pass to `kernel` for the kernels that compute losses, without or with the gradient.
+    """Return the CUDA source, and its macros, of the kernels that compute the losses of the rows of logits.
 
-    It consists of the CUDA source kernels/cross_entropy.cu and the macros with which it is compiled. The source has two
-    kernels: one computes only the losses, and the other computes the losses and the gradient. Each combination of
-    arguments is compiled separately, so that the kernels contain only the code that is used.
+    The source is kernels/cross_entropy.cu. It has two kernels: one computes only the losses, and the other computes the
+    losses and the gradient. To load one of them, pass the returned Variant to `kernel`. Each combination of arguments
+    is compiled separately, so that the kernels contain only the code that is used.
 
     dtype: the dtype of the logits.
     general: whether to compile the code for label smoothing, class weights and a softcap. False if none is used.
@@ -108,8 +108,9 @@ class CrossEntropy:
         logits         (N, V) float32, float16 or bfloat16; rows contiguous, any row stride and alignment
         targets        (N,) int64
         lses           (N,) float32: the logsumexp of each row, as `losses` returns it
-        scale          (1,) or (N,) float32: the factor of each row's loss. For a mean, this is the loss scale
-                       divided by the number of targets. Without the loss scale, float16 gradients would underflow.
+        scale          (1,) or (N,) float32: the factor of each row's loss. For a mean, it is 1 / the divisor
+                       of the mean, multiplied in backward by the gradient of the mean. That gradient includes
+                       the loss scale, without which float16 gradients would underflow.
     """
 
     ignore_index: int = -100

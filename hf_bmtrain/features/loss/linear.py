@@ -260,9 +260,9 @@ def _hand_over(parameter: Tensor, gradient: Tensor | None, wanted: Tensor, used:
     `gradient` is None.
 
     gradient: float32, of the parameter's shape; overwritten.
-    wanted: (1,) float32, the factor of the losses for which the gradient is needed. It includes the incoming gradient.
-    used: (1,) float32, the factor of the losses for which `gradient` was computed. With reduction "none", backward has
-        computed `gradient` for the incoming gradient already, and `wanted` and `used` are both 1.
+    wanted: (1,) float32, the factor of the losses that the result must contain. It includes the incoming gradient.
+    used: (1,) float32, the factor of the losses that `gradient` contains. With reduction "none", backward has computed
+        `gradient` for the incoming gradient already, and `wanted` and `used` are both 1.
     """
     if gradient is None:
         return None

@@ -64,8 +64,8 @@ def parallel_cross_entropy(
         ignore_index: targets with this value contribute neither to the loss nor to the gradient.
         reduction: "mean" over the targets that are not ignored, "sum", or "none".
         label_smoothing: the weight, in [0, 1], of the uniform distribution over all classes in each target.
-        num_items: the divisor of the mean, a number or a tensor of one element. None divides by the number of targets
-            in this call that are not ignored. With reduction "sum" or "none", it must be None.
+        num_items: the divisor of the mean, a number or a tensor of one element; 0 counts as 1. None divides by the
+            number of targets in this call that are not ignored. With reduction "sum" or "none", it must be None.
 
     Returns:
         float32, the same on all ranks of a group: a scalar or, with reduction "none", the loss of each row, (...).

@@ -92,9 +92,9 @@ def _reads_wait(device: torch.device) -> bool:
 
 
 class _Forward:
-    """The hooks of one transformers model. During its forward, they replace the function `_FUNCTION` by `_preprocess`.
+    """The hooks of one transformers model. During its forward, `_preprocess` replaces the function that prepares masks.
 
-    original: transformers' own function with the name `_FUNCTION`.
+    original: this function of transformers, `_preprocess_mask_arguments`.
     """
 
     def __init__(self, original: Callable[..., Any]) -> None:
@@ -103,7 +103,7 @@ class _Forward:
         self._replaced: list[Callable[..., Any]] = []
 
     def begin(self, module: Any, args: tuple, kwargs: dict[str, Any]) -> None:
-        """Replace the function `_FUNCTION` until `end` is called. Called as a hook before a forward of the model."""
+        """Replace transformers' `_preprocess_mask_arguments` until `end` is called. Hook before the model's forward."""
         if torch.compiler.is_compiling():
             return  # nothing to do: tensor values cannot be read anyway while torch.compile traces the forward
         # `counts`: whether the model will make the position ids 0, 1, 2, ... itself. It does so only if none are
@@ -118,16 +118,16 @@ class _Forward:
         setattr(masking, _FUNCTION, functools.partial(_preprocess, self._original, weakref.ref(module), counts))
 
     def end(self, module: Any, args: tuple, output: Any) -> None:
-        """Put `_FUNCTION` back. Called as a hook after a forward of the model, also after one that raised an error."""
+        """Undo the replacement by `begin`. Hook after the model's forward, also after one that raised an error."""
         if self._replaced:  # empty if `begin` replaced nothing: the forward was traced, or an earlier hook raised
             setattr(_masking(), _FUNCTION, self._valid(self._replaced.pop()))
 
     def _valid(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Return `function`, or `_original` if `function` is a replacement whose forward is not running in this thread.
+        """Return `function`, or transformers' own function if `function` is a replacement that was left over.
 
-        Such a replacement may have been left over. This happens if KeyboardInterrupt ends a forward, because `end` is
-        then not called. It also happens if the forwards of two threads overlap, and the forward that began first also
-        ends first.
+        A replacement is left over if its forward is not running in this thread. This happens if KeyboardInterrupt ends
+        a forward, because `end` is then not called. It also happens if the forwards of two threads overlap, and the
+        forward that began first also ends first.
         """
         if isinstance(function, functools.partial) and function.func is _preprocess:
             return function if _is_running(function.args[1]()) else self._original
@@ -174,10 +174,10 @@ def _preprocess(original: Callable[..., Any], model: Callable[[], Any], counts: 
     This function replaces `original` in transformers while a forward runs.
 
     Args:
-        original: transformers' own function with the name `_FUNCTION`. If the mask is None, `original` reads the
-            positions that are passed to it. It returns whether the mask is ready, the mask, the index of each token's
-            packed sequence (None if sequences are not packed), and sizes. If the returned mask is neither ready nor
-            None, transformers reads this mask afterwards.
+        original: transformers' own function, `_preprocess_mask_arguments`. If the mask is None, it reads the positions
+            that are passed to it. It returns whether the mask is ready, the mask, the index of each token's packed
+            sequence (None if sequences are not packed), and sizes. If the returned mask is neither ready nor None,
+            transformers reads this mask afterwards.
         model: a weak reference to the model whose forward runs.
         counts: whether this forward counts positions itself.
         *args: the arguments of `original`.

@@ -49,7 +49,7 @@ class MemoryPlanner(Observer):
     * `before_forward`: before each forward of a wrapped model.
     * `finish_backward`: at the end of a backward in which memory was measured for use_checkpoint="auto". (The planner
       then takes part in the backward, as blocks do.) If this backward raises an error, `abandon_backward` is called
-      instead, later, for example in the next forward.
+      instead, at a later occasion such as the next forward.
     * `end_backward`: at the end of each backward, after `finish_backward`.
 
     Args:
@@ -93,9 +93,9 @@ class MemoryPlanner(Observer):
     def policy(self, block: Block) -> AutoCheckpoint:
         """Return the recomputation policy of a block with use_checkpoint="auto", which follows the plan `activations`.
 
-        Called once for each such block, when `auto_wrap` creates the block. The present plan may be left over from a
-        model that has been deleted. So if there is a rank on which all blocks measured for the plan have been deleted,
-        all ranks first replace the plan with a new, empty one.
+        Called once for each such block, when `auto_wrap` or CheckpointBlock creates it. The present plan may be left
+        over from a model that has been deleted. So if there is a rank on which all blocks measured for the plan have
+        been deleted, all ranks first replace the plan with a new, empty one.
 
         Collective: every rank must call this method. The ranks exchange whether these blocks have been deleted, because
         they may delete a model at different times.
@@ -159,13 +159,14 @@ def planner_of(world: World) -> MemoryPlanner | None:
 def choose_recompute(use_checkpoint: UseCheckpoint, block: Block, world: World) -> Recompute:
     """Return the recomputation policy that `use_checkpoint` selects for `block`.
 
-    Called when `auto_wrap` creates the block. In each training forward, the block asks the policy whether to recompute
-    this forward in backward. With "auto" on a GPU, this function is collective: every rank must call it.
+    Called when `auto_wrap` or CheckpointBlock creates the block. In each training forward, the block asks the policy
+    whether to recompute this forward in backward. With "auto" on a GPU, this function is collective: every rank must
+    call it.
 
     Args:
-        use_checkpoint: the argument of `auto_wrap`. True recomputes the block in backward, False does not, and
-            "attention" recomputes everything except attention. "auto" decides from the measured memory; on the CPU it
-            is the same as False.
+        use_checkpoint: the argument of `auto_wrap` or CheckpointBlock. True recomputes the block in backward, False
+            does not, and "attention" recomputes everything except attention. "auto" decides from the measured memory;
+            on the CPU it is the same as False.
         block: the BlockState of the block, the object that runs its forward and backward. Only used for "auto".
         world: the world whose device runs the block.
 

@@ -186,13 +186,12 @@ class AutoCheckpoint(Recompute):
         Returns True inside saved-tensor hooks (such as those of torch's checkpoint, or of offloading, around the
         block), because these hooks decide which tensors are kept. Also returns True inside a backward.
 
-        The first call after each backward, for any block, may make a plan, for which the ranks exchange measurements,
-        unless `MemoryPlanner.before_forward` has already done this. Whether this first call is collective (every rank
-        must then make it) depends on the plan:
+        The first call after each backward, for any block, may make a new plan, unless `MemoryPlanner.before_forward`
+        has already done so. This call is collective (every rank must make it) if the ranks exchange measurements:
 
-        * Before the first plan, it is collective as soon as a backward with measured blocks has ended.
-        * After the first plan, it is collective only if the ranks make every plan together (`Activations.together`).
-        * For an uneven model, whose ranks may enter different blocks, it is never collective. Each rank plans alone.
+        * Before the first plan, they do so if a backward with measured blocks has ended.
+        * After the first plan, they do so only if they make every plan together (`Activations.together`).
+        * The ranks of an uneven model, which may enter different blocks, never do so. Each rank plans alone.
 
         Args:
             args: the positional arguments of the forward.
@@ -416,9 +415,9 @@ class Activations:
             self._meter.memory.reset_peak()
 
     def add(self, block: AutoCheckpoint, measurement: Measurement) -> None:
-        """Store how much memory and time a block's forward took, until the next backward ends.
+        """Keep the measurement of a block's forward until the next backward ends.
 
-        `finish_backward` then passes the measurement to `block` (`AutoCheckpoint.learn`). The next plan uses it.
+        `finish_backward` then passes it to `block` (`AutoCheckpoint.learn`). The next plan uses it.
 
         Args:
             block: the policy of the block whose forward was measured.

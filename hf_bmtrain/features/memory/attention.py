@@ -76,9 +76,9 @@ def is_kept(operator: Any, args: tuple, kwargs: dict[str, Any]) -> bool:
 
 
 class _Attention(TorchDispatchMode):
-    """Base class of contexts that pass each call of attention without dropout (see `is_kept`) to their method `attend`.
+    """Base class of context managers that call their method `attend` in place of each call of attention inside them.
 
-    This also works in compiled code.
+    Calls of attention with dropout are not replaced (see `is_kept`). This also works in compiled code.
     """
 
     supports_higher_order_operators = True  # otherwise torch refuses to run higher-order operators inside this mode

@@ -269,8 +269,8 @@ class Reading:
     Attributes:
         stepped: whether the rank's optimizer has stepped, and has therefore allocated its state.
         rooms: for use_checkpoint="auto", the bytes that may still be allocated at the forward's peak, and those at the
-            backward's peak. For keep_frozen="auto", one number: the bytes that the frozen parameters may take. None if
-            the rank does not know them yet.
+            backward's peak. For keep_frozen="auto", one number: the bytes that the parameters kept unsharded between
+            steps may take. None if the rank does not know it yet.
         activations: the bytes of each block's activations, in the order of `blocks`.
         attention: the bytes of the outputs of each block's attention, in the order of `blocks`.
         attention_first: whether keeping only the outputs of attention saves more time per byte than keeping all
@@ -292,13 +292,12 @@ class Agreed:
     """The memory measurements (`Reading`) of the ranks that plan together, combined into the worst case.
 
     Attributes:
-        rooms: for each memory peak of a step (such as the forward's), the bytes that the rank with the least free
-            memory may still allocate at that peak.
+        rooms: the numbers of bytes in `Reading.rooms`, each from the rank on which it is smallest.
         activations: the bytes of each block's activations, on the rank with the most, in the order of `blocks`.
         attention: the bytes of the outputs of each block's attention, on the rank with the most, in the order of
             `blocks`.
-        attention_first: whether keeping only the outputs of attention saves more time per byte than keeping all
-            activations, on every rank.
+        attention_first: whether, on every rank, keeping only the outputs of attention saves more time per byte than
+            keeping all activations.
         blocks: the `AutoCheckpoint.number` of each block that is in all readings, in the order of the first reading.
             Blocks of a model that a rank has already deleted are left out.
     """

@@ -243,9 +243,9 @@ class Residents:
 
     @property
     def _is_planned(self) -> bool:
-        """Whether blocks have use_checkpoint="auto".
+        """Whether any block of the model has use_checkpoint="auto".
 
-        Frozen parameters are then kept unsharded only in the memory that remains after the plan for these blocks.
+        Frozen parameters are then kept unsharded only in the memory that remains after the plan for such blocks.
         """
         return any(isinstance(policy, AutoCheckpoint) for policy in self._policies)
 

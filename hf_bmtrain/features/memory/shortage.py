@@ -32,8 +32,8 @@ class Shortage(Observer):
     """Adds to out-of-memory errors a table of what takes memory, and advice on how to save memory.
 
     This observer is registered by `follow_shortage`. When memory runs out, the schedule calls `out_of_memory`, and adds
-    the returned text to the error message. The table and the advice are about this rank's memory and about one model:
-    the constructor's argument, until `follow` is called with another model.
+    the returned text to the error as a note (in Python 3.10, it logs the text). The table and the advice are about this
+    rank's memory and about one model: the constructor's argument, until `follow` is called with another model.
 
     Args:
         model: the sharded model.

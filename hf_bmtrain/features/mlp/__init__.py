@@ -110,9 +110,9 @@ def _is_mlp(module: torch.nn.Module, shared: set[int]) -> bool:
 
 
 def _calls_dropout(names: Sequence[str], module: torch.nn.Module) -> bool:
-    """Return whether a forward calls the function `dropout` of torch.nn.functional, and not a module of that name.
+    """Return whether the forward of `module` calls torch.nn.functional.dropout, instead of a submodule `dropout`.
 
-    names: the names of globals and attributes that the code of the forward of `module` uses.
+    names: the names of globals and attributes that the code of this forward uses.
     """
     return "dropout" in names and ("functional" in names or not hasattr(module, "dropout"))
 

@@ -26,7 +26,7 @@ class ChunkedMlp(OnlyWhileSharded):
 
     `MlpChunks` replaces the class of an MLP by a subclass of this class and of the MLP's own class.
 
-    chunks: the number of chunks.
+    chunks: the number of chunks into which a forward divides its tokens.
     """
 
     chunks: ClassVar[int]

@@ -1,4 +1,4 @@
-"""Exchange Muon's matrices: send their elements to the ranks that orthogonalize them, and get the results back."""
+"""Exchange Muon's updates of matrices: send them to the ranks that orthogonalize them, and get the results back."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ from .matrices import Matrix
 
 
 class Round:
-    """Sends several matrices to their owners, the ranks that orthogonalize them, and sends the results back.
+    """Sends the updates of several matrices to ranks that orthogonalize them, and sends the results back.
+
+    The rank that orthogonalizes the update of a matrix is the owner of this matrix.
 
     Every rank must call `send`, `orthogonalize` and `receive`, in this order. The communication overlaps with other
     work that is queued between these calls.
@@ -34,25 +36,25 @@ class Round:
         self._of_ranks = [*map(sum, self._by_rank)]
 
     def send(self, parts: Sequence[torch.Tensor]) -> None:
-        """Send this rank's elements of all matrices to the matrices' owners, the ranks that orthogonalize them.
+        """Send this rank's elements of all updates to the owners of the matrices, the ranks that orthogonalize them.
 
         Collective: every rank must call it.
 
         Args:
-            parts: this rank's elements of each of `matrices`, 1-D bfloat16, possibly empty.
+            parts: for each of `matrices`, this rank's elements of its update, 1-D bfloat16, possibly empty.
         """
         self._sent = torch.cat([*parts])
         self._received = self._sent.new_empty(sum(self._of_ranks))
         self._ticket = self._communicator.all_to_all(self._received, self._sent, self._of_ranks, self._of_owners)
 
     def orthogonalize(self, function: Callable[[Matrix, torch.Tensor], torch.Tensor]) -> None:
-        """Orthogonalize the matrices that this rank owns, and send each rank its elements of the results.
+        """Orthogonalize the updates of the matrices that this rank owns, and send each rank its part of the results.
 
         Collective: every rank must call it.
 
         Args:
-            function: called with a Matrix and a tensor of its full values, which the function may overwrite. It returns
-                the orthogonalized matrix, a tensor of the same shape and dtype.
+            function: called with a Matrix and its full update, a tensor of shape `Matrix.shape`, which the function may
+                overwrite. It returns the orthogonalized update, a tensor of the same shape and dtype.
         """
         self._ticket.wait()
         # The received elements are sorted by the rank that sent them, and then by matrix. So the pieces of the matrix
@@ -67,7 +69,7 @@ class Round:
         self._ticket = self._communicator.all_to_all(self._received, self._sent, self._of_owners, self._of_ranks)
 
     def receive(self) -> list[torch.Tensor]:
-        """Return this rank's elements of the orthogonalized matrices, one tensor for each of `matrices`.
+        """Return this rank's elements of the orthogonalized updates, one tensor for each of `matrices`.
 
         The owners of the matrices have sent these elements in `orthogonalize`. The device's current stream waits until
         they have arrived.

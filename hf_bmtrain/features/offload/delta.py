@@ -52,9 +52,9 @@ def delta_moments(states: Sequence[RunState], settings: Sequence[Hyper]) -> torc
 
 
 def _deltas(state: RunState, settings: Hyper) -> Iterator[torch.Tensor]:
-    """Yield δ (see `delta_moments`) for the elements of one run of parameters, in consecutive pieces.
+    """Yield δ, the last step's update divided by the learning rate, for one run of parameters, in consecutive pieces.
 
-    Each piece is (n,) float32 with n at most PIECE, on the device of the weights.
+    `delta_moments` defines δ. Each piece is (n,) float32 with n at most PIECE, on the device of the weights.
 
     state: the run and its Adam state.
     settings: the settings of the run's parameter group.

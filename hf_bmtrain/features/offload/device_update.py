@@ -23,8 +23,8 @@ class DeviceUpdate:
 
     * An upload waits until its buffer is free (its previous contents have been downloaded), and until the download of
       the same chunk in the previous step is complete.
-    * An update waits for the upload of its chunk. It also waits for the work that the caller has queued on its current
-      stream before it asks the iterator of `carry` for the first event. This work computes the gradients and the step's
+    * An update waits for the upload of its chunk. It also waits for all work that is in the caller's current stream
+      when the caller asks the iterator of `carry` for the first event. This work computes the gradients and the step's
       scalars (such as bias corrections), and may still read the old weights.
     * A download waits for the update of its chunk.
 

@@ -331,10 +331,14 @@ class AdamOffloadOptimizer(AdamOptimizer):
     def _update_early(self, local_params: list[Any]) -> None:
         """Update the parameters of one flat buffer as soon as their gradients are reduced, before `step`.
 
-        A hook calls this during the backward. The update is left to `step` if no grouping into runs is known from an
-        earlier step, if no parameter of the buffer has a gradient, if the set of its parameters that have a gradient
-        has changed since the last step, if the parameter groups have changed since then (see `_keep_settings`), or if
-        the user has replaced a `.grad`.
+        A hook calls this during the backward. In these cases it does nothing, and leaves the update to `step`:
+
+        * No valid division of the parameters into runs (parameters updated together) is left from an earlier step.
+        * No parameter of the buffer has a gradient, or the set of those that have one differs from the last step's.
+        * Other code has replaced the `.grad` of a parameter of the buffer.
+        * The parameter groups have changed since the last step (see `_keep_settings`).
+
+        Raises RuntimeError if an earlier backward has updated some of these parameters, and `step` has not run since.
 
         local_params: the trainable local parameters of one flat buffer that are in this optimizer.
         """
@@ -363,9 +367,9 @@ class AdamOffloadOptimizer(AdamOptimizer):
         self._early.settings = _snapshot(self._settings())
 
     def _keep_settings(self, parameters: Iterable[torch.nn.Parameter]) -> bool:
-        """Return whether an update during the backward has the settings of the present groups of these parameters.
+        """Return whether an update of these parameters during the backward uses the settings of their present groups.
 
-        Such an update has the settings of the groups for which `_arrange` has last divided the parameters into runs. So
+        Such an update goes by the groups in which the parameters were when `_arrange` last divided them into runs. So
         this returns False if the caller has since moved some of these parameters to a group with other settings, or
         removed them, or changed the order of groups with different settings. Only `step` divides the parameters anew.
 
@@ -465,7 +469,7 @@ class _EarlyUpdates:
     have no effect.
 
     Attributes:
-        parameters: {updated parameter: (the gradient that was used, its version counter after the update)}.
+        parameters: {updated parameter: (the gradient that was used, this gradient's version counter after the update)}.
         settings: the settings of the parameter groups in the update, as `_snapshot` returns them.
     """
 

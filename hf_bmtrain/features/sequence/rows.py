@@ -163,9 +163,12 @@ class SharedRows:
     def _divide_labels(self, base: Any, given: dict[str, Any], rows: int, parts: Parts) -> None:
         """Replace the labels of all tokens in `given` by the labels of this rank's tokens.
 
-        Also make the mean of the ranks' losses the loss of the whole rows (sequences): set `num_items_in_batch` in
-        `given`, by which the model divides, or, if the model computes a mean over labels, `self._weight`, by which the
-        loss of this rank is multiplied.
+        `_after_forward` averages the losses of the ranks. So that this mean is the loss of the whole rows (sequences),
+        this method also does one of two things, depending on the model:
+
+        * If the model divides the sum of its labels' losses by `num_items_in_batch`, set this argument in `given`.
+        * If the model always computes a mean over its labels, set `self._weight`, by which `_after_forward` multiplies
+          this rank's loss.
 
         base: the model, without PEFT's wrapper.
         given: the arguments of its forward, {name: value}. Changed in place.
@@ -208,7 +211,7 @@ class SharedRows:
         own[0, 0] = torch.where(present == 0, 0, own[0, 0])
 
     def _check_same_rows(self, row: Tensor, labels: Tensor | None) -> None:
-        """Raise RuntimeError if the ranks of the group, which share rows (sequences), got different rows.
+        """Raise RuntimeError if the ranks of the group, which share rows (sequences), got different rows or labels.
 
         Collective: every rank of the group must call it.
 

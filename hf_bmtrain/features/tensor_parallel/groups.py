@@ -60,7 +60,7 @@ class Groups:
         self._world: World | None = None
 
     def kind(self, dim: int) -> StorageKind:
-        """Return the StorageKind of parameters with `tp_mode=True`: how to shard them, and to average their gradients.
+        """Return the StorageKind of parameters with `tp_mode=True`: it defines over which ranks they are sharded.
 
         Args:
             dim: the dimension on which the whole tensors are split over a tensor-parallel group, or -1 if the tensors

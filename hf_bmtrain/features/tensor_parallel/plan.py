@@ -236,7 +236,7 @@ def _beside_parts(plan: WrapPlan, found: list[tuple[str, torch.nn.Module, str]])
     parameter for a part of the features only, and the gradient would then be wrong. An MLP or attention is split if the
     model's tensor-parallel plan splits one of its layers.
 
-    plan: the model to wrap, and its blocks.
+    plan: the WrapPlan, with the model to wrap and its blocks. (It is not the tensor-parallel plan.)
     found: the (name, module, style) of all modules that the model's tensor-parallel plan names.
     """
     named = {parameter for _, module, _ in found for parameter in module.parameters()}

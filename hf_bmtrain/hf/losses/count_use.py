@@ -87,8 +87,11 @@ def _hide(block: Any, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[
 class _Observed(torch.Tensor):
     """A tensor that sets `use.seen` to True when code uses its value.
 
-    torch's functions get the tensor `plain` instead, so their results are not observed, and torch.compile can trace
-    them.
+    torch's functions get `plain` instead, so their results are not observed, and torch.compile can trace them.
+
+    Attributes:
+        plain: a plain tensor with the same value, whose use is not observed.
+        use: the CountUse whose `observed` returned this tensor.
     """
 
     plain: torch.Tensor

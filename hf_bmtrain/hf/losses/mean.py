@@ -94,8 +94,8 @@ def follow_mean_loss(model: Any, trainer: transformers.Trainer) -> Callable[[], 
 def follow_loss_function(trainer: transformers.Trainer) -> None:
     """Make the result of Trainer's `compute_loss_func` the mean over the labels of all ranks, as in one process.
 
-    The function may ignore `num_items_in_batch`, as a model may. Its result is then corrected in the same way as the
-    loss of a model by `follow_mean_loss`.
+    The function may ignore `num_items_in_batch` (the number of labels on all ranks), as a model may. Its result is then
+    corrected in the same way as the loss of a model by `follow_mean_loss`.
 
     Called when a trainer is created, when its training begins, and before each batch of an evaluation on several ranks,
     because programs may set another function in between.
@@ -115,16 +115,16 @@ def follow_loss_function(trainer: transformers.Trainer) -> None:
 
 
 def _averages(trainer: transformers.Trainer) -> bool:
-    """Return whether losses are averaged over several ranks."""
+    """Return whether there are several ranks, and losses are averaged over them (`average_tokens_across_devices`)."""
     return current_world().size > 1 and trainer.args.average_tokens_across_devices
 
 
 class _Forward:
     """Finds out whether a forward of a model computes a loss that is a mean, because it ignores `num_items_in_batch`.
 
-    A model can ignore this number in three ways: its forward does not use it, does not pass it to `loss_function`, or
-    calls a `loss_function` that does not use it. For code of transformers, this follows from names in the code. Other
-    code is observed when it runs.
+    A model can ignore this number of labels in three ways: its forward does not use it, does not pass it to
+    `loss_function`, or calls a `loss_function` that does not use it. For code of transformers, this follows from names
+    in the code. Other code is observed when it runs.
 
     Args:
         model: the sharded model, after a call of `claim_hooks`.
@@ -225,14 +225,14 @@ class _ObservedFunction:
 class _Correction:
     """A function that multiplies a loss, a mean over this rank's labels, by this rank's share of all ranks' labels.
 
-    Trainer multiplies the result by the number of ranks, and gradients are averaged over the ranks, so that together
-    they are those of the mean over the labels of all ranks.
+    Trainer multiplies the result by the number of ranks, and gradients are averaged over the ranks. The averaged
+    gradients are then those of the mean over the labels of all ranks.
 
     Args:
         name: the name of the class or function that computes the loss, for the log.
-        trainer: the Trainer that gets the loss. Its model may be another one in a later call (`model_init`).
-        way_out: what the user can do so that the losses of micro-batches are averaged. It ends the warning that Trainer
-            adds them up instead.
+        trainer: the Trainer that gets the loss. With `model_init`, its model may change between calls.
+        way_out: what the user can do so that the losses of micro-batches are averaged. This text is the end of the
+            warning that Trainer adds them up instead.
 
     Attributes:
         trainer: a weak reference to the Trainer.

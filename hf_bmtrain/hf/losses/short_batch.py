@@ -234,7 +234,7 @@ def starts_of_rows(inputs: Any) -> torch.Tensor | None:
 
 
 def ignore_after(inputs: Any, starts: torch.Tensor, kept: int) -> dict[str, Any]:
-    """Return a copy of `inputs` in which the labels after the first `kept` rows are -100, so that losses ignore them.
+    """Return a copy of `inputs` with the labels of all rows after the first `kept` set to -100, which losses ignore.
 
     Called for the last batch, which Accelerate has filled up with repeated rows: those after the first `kept`. All rows
     of the batch are concatenated. The copy is shallow, except that its labels are a new tensor.

@@ -271,7 +271,8 @@ def _counts_labels(trainer: transformers.Trainer, inputs: Any) -> bool:
 def _are_of_tokens(trainer: transformers.Trainer, inputs: Any) -> bool:
     """Return whether the batch `inputs` has one label for each token.
 
-    Losses then ignore labels of -100. Other labels (one for each row, or floating-point) may have -100 as a value.
+    In such labels, -100 marks a token that losses ignore. In other labels (one for each row, or floating-point), -100
+    may be an ordinary value.
     """
     model: Any = trainer.model
     labels, read = inputs["labels"], inputs.get(getattr(model, "main_input_name", "input_ids"))

@@ -33,7 +33,7 @@ def test_squared_norm_refuses(flat: torch.Tensor, out: torch.Tensor, message: st
 
 @pytest.mark.parametrize("offsets", [[3, 2], *in_full([], [-1, 4])])
 def test_segments_refuse(offsets: list[int]) -> None:
-    with pytest.raises(ValueError, match="non-decreasing"):
+    with pytest.raises(ValueError, match="must be one or more ascending integers >= 0"):
         grad_norm.Segments(offsets, "cpu")
 
 

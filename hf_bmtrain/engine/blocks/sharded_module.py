@@ -196,7 +196,7 @@ def extend_class(base: type, cls: Any, methods: dict[str, Any]) -> Any:
 def extend_module(module: torch.nn.Module, base: type, **attributes: Any) -> None:
     """Change the class of `module`, in place, to one that extends `base` and the module's present class.
 
-    Modules with the same class and equal arguments get the same new class, as `extend_class` requires.
+    Modules with the same class and equal arguments get the same new class (see `extend_class` for the reason).
 
     Args:
         module: the module.

@@ -207,7 +207,7 @@ class PeerGather(Gather):
     def announce(self, shard: torch.Tensor, update: Ticket) -> None:
         shared: _Shared | None = getattr(shard, "shared", None)
         if shared is None:
-            return  # gathers of this shard are collective: each rank calls them only after its own update
+            return  # this shard is gathered by collectives, which each rank joins only after its own update
         self._check_unread([shared])
         meetings = self._meetings()
 

@@ -228,8 +228,8 @@ class CollectingReducer:
 
     A reducer is an object that averages the gradients of one flat buffer over the ranks. `collect`, called for a
     gradient that is ready early, keeps a reference to it. If there is a second gradient of the same tensor, their sum
-    is kept, in new memory. A subclass implements `send`, which calls `with_collected` to add the kept gradients to its
-    argument `gradients`.
+    is kept, in new memory. A subclass implements `send`. Its `send` first calls `with_collected(gradients)`, which
+    returns `gradients` together with the kept ones.
     """
 
     def __init__(self) -> None:

@@ -327,9 +327,10 @@ def _difference(move: Callable[[], torch.Tensor], expected: torch.Tensor) -> str
 
 
 def _move_parts(optimizer: Any, group: dict, values: torch.Tensor, gradients: list[torch.Tensor]) -> torch.Tensor:
-    """Update two parts of the 1-D `values`, each with its own new optimizer. Return the change of all values.
+    """Return how much the 1-D `values` change if two parts of them are each updated by an optimizer of its own.
 
-    The caller compares it with the change by a single optimizer, which is the same if the optimizer is element-wise.
+    `values` is not modified. The caller compares the result with the change by a single optimizer, which is the same if
+    the optimizer is element-wise.
 
     optimizer: the optimizer whose class the new ones have.
     group: the parameter group whose options they get.

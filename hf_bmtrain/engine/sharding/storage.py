@@ -118,9 +118,9 @@ class Storage:
         local_range = buffer.local_ranges[index]
         if self.full is not None and local_range.length < shape.numel():
             return self.full.view(buffer.layout.offsets[index], shape)
-        # If the shard is the full buffer, a write to it is a write to the full parameter, so they share a version
-        # counter. Otherwise use `.data`, which has a version counter of its own: a write to the shard, for example by
-        # the optimizer, then does not count as a write to the full parameter by the forward.
+        # The full parameter is a view of the shard. If the shard is the full buffer (with a single rank), the two share
+        # a version counter. Otherwise `.data` gives the view its own counter, so that an optimizer's write to the shard
+        # is not mistaken for a write to the full parameter in a forward, which is refused.
         shard = buffer.shard if self.full is None else buffer.shard.data
         return shard[local_range.shard_start : local_range.shard_stop].view(shape)
 

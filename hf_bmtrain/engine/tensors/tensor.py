@@ -1117,7 +1117,10 @@ def _on_meta(value: Any) -> Any:
 
 
 def _alias(tensor: Any, part: torch.Tensor, placement: Placement) -> ShardTensor:
-    """Make a sharded tensor of `part`, which shares the memory of the sharded tensor `tensor` (see `Aliases`)."""
+    """Return a new ShardTensor with the elements `part` and the given placement, registered as an alias of `tensor`.
+
+    `part` is in the memory of the sharded tensor `tensor`. `Aliases` says what the registration is for.
+    """
     made = ShardTensor.of(part, placement)
     Aliases.note(tensor, made)
     return made

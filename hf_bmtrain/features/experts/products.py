@@ -61,10 +61,11 @@ def _fits(like: Tensor, rows: int, columns: int) -> bool:
     "hf_bmtrain::product_of_groups", mutates_args=(), schema="(Tensor x, Tensor matrices, Tensor ends) -> Tensor"
 )
 def _product_of_groups(x: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
-    """Compute `grouped_product`, which has the same arguments, for any dtype and device.
+    """Return (rows, N): each row of `x` times the matrix of its group.
 
-    Where torch's grouped_mm kernel cannot be used, a loop multiplies one group after another. The host then waits for
-    the device, because it reads `ends`.
+    This is the custom operator behind `grouped_product`. It accepts any dtype and device, and torch.compile does not
+    trace into it. Where torch's grouped_mm kernel cannot be used, a loop multiplies one group after another. The host
+    then waits for the device, because it reads `ends`.
 
     x: (rows, K), the rows, sorted by group.
     matrices: (groups, K, N), in the dtype of x.
@@ -118,8 +119,9 @@ def _keep(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor], output: Tensor) -> No
 
 def _backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
     x, matrices, ends = ctx.saved_tensors
-    # Call the operator, and not `grouped_product`, which would call torch's kernel here even in compiled code: up to
-    # torch 2.11, is_compiling() is False while torch.compile traces this function.
+    # Call `_product_of_groups`, not `grouped_product`. Compiled code must not contain torch's kernel, because Inductor
+    # may choose strides that the kernel refuses. `grouped_product` would call the kernel here: up to torch 2.11,
+    # is_compiling() is False while torch.compile traces this function.
     dx = _product_of_groups(dy, matrices.transpose(1, 2), ends) if ctx.needs_input_grad[0] else None
     if not ctx.needs_input_grad[1]:
         return dx, None, None

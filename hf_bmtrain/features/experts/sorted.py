@@ -274,12 +274,12 @@ def _sum_of_each_token(rows: Tensor, places: Tensor, weights: Tensor | None = No
     places: (tokens, k), the indices of each token's rows.
     weights: (tokens, k), by which the rows are multiplied before they are added; None for ones.
     """
-    # If `serves` is True, this package's kernel `sum_rows` computes the sum in two cases:
-    # - in a backward (of `Spread`, the only caller without weights), compiled or not. In compiled code, Inductor would
-    #   fuse the sum with the reduction of a norm that follows it, and the fused kernel would read all rows twice.
-    # - in a forward that is not compiled, unless the weights are float64, for which there is no kernel. The result has
-    #   the dtype that torch's product and sum would give it: the promoted dtype of rows and weights, or float32 under
-    #   autocast.
+    # If this package's kernel `sum_rows` supports the rows (`serves`), it computes the sum in two cases:
+    # - without weights, which is the backward of `Spread`, compiled or not. In compiled code, Inductor would fuse the
+    #   sum with the reduction of a norm that follows it, and the fused kernel would read all rows twice.
+    # - with weights, in a forward that is not compiled, unless the weights are float64, for which there is no kernel.
+    #   The result has the dtype that torch's product and sum would give it: the promoted dtype of rows and weights, or
+    #   float32 under autocast.
     # In a compiled forward, the sum is left to Inductor, which fuses it with what follows.
     if weights is None:
         if serves(rows):

@@ -103,7 +103,10 @@ class _Forward:
         self._replaced: list[Callable[..., Any]] = []
 
     def begin(self, module: Any, args: tuple, kwargs: dict[str, Any]) -> None:
-        """Replace transformers' `_preprocess_mask_arguments` until `end` is called. Hook before the model's forward."""
+        """Forward pre-hook of the model: replace transformers' `_preprocess_mask_arguments` by `_preprocess`.
+
+        `end`, a forward hook, puts it back. While torch.compile traces the forward, nothing is replaced.
+        """
         if torch.compiler.is_compiling():
             return  # nothing to do: tensor values cannot be read anyway while torch.compile traces the forward
         # `counts`: whether the model will make the position ids 0, 1, 2, ... itself. It does so only if none are

@@ -148,15 +148,15 @@ class Residents:
     def begin_forward(self, shapes: Shapes) -> None:
         """Prepare a training forward: keep the chosen buffers unsharded, or measure the memory that steps take.
 
-        Collective: every rank must call it. A pass consists of the training forwards between two backwards, and of the
-        backward that follows them. The steps are:
+        Collective: every rank must call it. Below, a pass is a backward together with all training forwards since the
+        backward before it. The steps are:
 
         1. Do nothing in this pass if less than a quarter of the parameters (in bytes) is frozen and no buffers have
            been chosen, or if the ranks have found that no buffer fits.
-        2. If on any rank the inputs are larger than all measured ones, reshard the resident buffers (those unsharded
-           between steps), drop the choice of buffers, and measure this forward. In the first forward of a pass, do the
-           same if on any rank less memory is free than was assumed, or the recomputation policy of a block
-           (use_checkpoint) has changed.
+        2. Start over if, on any rank, the inputs are larger than all measured ones, or, in the first forward of a pass,
+           clearly less memory is free than when the buffers were chosen, or the recomputation policy of a block
+           (use_checkpoint) has changed. To start over, reshard the resident buffers (those unsharded between steps),
+           drop the choice of buffers, and measure this forward.
         3. Otherwise, if no buffers have been chosen and this is the first forward of a pass, choose them from the
            measurements so far. It is too early to choose before an optimizer's first step, or while a rank does not
            know its available memory.

@@ -219,14 +219,14 @@ def _label(world: World, stage: str) -> str:
 
 
 def _kinds(model: torch.nn.Module, optimizer: torch.optim.Optimizer, live: LiveBytes) -> dict[int, str]:
-    """Return the purposes of the storages with parameters, gradients or optimizer state.
+    """Return {number: purpose} of each torch.UntypedStorage with parameters, gradients or optimizer state.
 
-    The result is {number of a storage: its purpose}. A purpose says what the memory is used for, such as "gradient"
-    (see `prediction.ROWS`).
+    The numbers are those that `live` has given to the storages. A purpose says what the memory is used for, such as
+    "gradient" (see `prediction.ROWS`).
 
     model: the wrapped model.
     optimizer: its optimizer.
-    live: the counter of bytes, which numbers the storages.
+    live: the counter of bytes.
     """
     kinds: dict[int | None, str] = {}
     for state in optimizer.state.values():

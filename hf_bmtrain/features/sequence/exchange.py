@@ -82,8 +82,8 @@ def mean_over_group(parts: Parts, loss: Tensor) -> Tensor:
     Collective: every rank of the group must call it.
 
     Backward passes the gradient of the mean to each rank's loss, without dividing it by n, the size of the group. The
-    gradients of parameters are divided by n later: each rank computes them from its own tokens only, so they should be
-    summed over the group, but they are averaged over all ranks.
+    gradients of parameters are divided by n later: each rank computes them from its own tokens only, so the right ones
+    are the sum over the group divided by n, and the average over all ranks makes this division.
 
     Args:
         parts: the division of the tokens of a row (sequence) among the ranks.

@@ -246,15 +246,17 @@ class _Correction:
     def __call__(
         self, loss: torch.Tensor, given: dict[str, Any], ignored: bool, observed: bool, of_rows: bool = False
     ) -> torch.Tensor:
-        """Return the loss that Trainer must get. Collective if Trainer averages over ranks: every rank must call it.
+        """Return `loss`, multiplied by this rank's share of all ranks' labels if it is a mean over this rank's labels.
+
+        Any other loss is returned unchanged. Collective if Trainer averages over ranks: every rank must call it.
 
         Args:
             loss: the loss of this rank.
             given: the keyword arguments of the forward, of which "labels" and "attention_mask" tell which labels count.
-                If the labels are not a tensor, the loss is returned as it is.
+                If the labels are not a tensor, the loss is returned unchanged.
             ignored: whether the loss is a mean, because its computation ignores `num_items_in_batch`.
             observed: whether `ignored` was observed on this rank, and may be different on other ranks, for example on a
-                rank without labels. The loss is taken for a mean only if every rank has ignored `num_items_in_batch`.
+                rank without labels. The loss is treated as a mean only if every rank has ignored `num_items_in_batch`.
             of_rows: whether the loss is a mean over rows that have a label, not over labels.
         """
         trainer, world = self.trainer(), current_world()

@@ -121,9 +121,9 @@ def test_layers_are_chosen_and_told(world):
         ({"float8": True, "odd": True}, "no linear layer.*multiples of 16"),
         *rows_in_full(
             [
-                ({"float8": "blocks"}, "'rows', got 'blocks'"),
-                ({"float8": None}, "got None"),
-                ({"float8": 1}, "got 1"),
+                ({"float8": "blocks"}, "'rows', not 'blocks'"),
+                ({"float8": None}, "'rows', not None"),
+                ({"float8": 1}, "'rows', not 1"),
                 ({"float8": True, "keep": "q_proj"}, "keep must be a list of names of modules"),
                 ({"keep": ["q_proj"]}, "Pass float8=True"),
             ]

@@ -8,7 +8,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 import hf_bmtrain as bmt
-from hf_bmtrain.engine.base.torch_internals import inside_hooks
+from hf_bmtrain.engine.base.torch_internals import inside_hooks, top_saved_tensors_hooks
 from hf_bmtrain.engine.blocks.recompute import Recompute
 from ranks import on_ranks
 
@@ -93,6 +93,7 @@ class Runs(torch.autograd.Function):
         return gradient, None
 
 
+@pytest.mark.skipif(top_saved_tensors_hooks is None, reason="torch 2.6 does not tell whether it is a recomputation")
 @pytest.mark.parametrize("use_checkpoint", [True, False])
 @on_ranks(1, 2)
 def test_a_forward_in_another_backward_after_one_without_a_backward(use_checkpoint):

@@ -52,7 +52,8 @@ def test_it_is_not_given_back_before_it_is_unlocked():
 
 def test_refusals_name_the_numbers():
     with mock.patch.object(pinned, "available_bytes", return_value=5 << 30):
-        with pytest.raises(RuntimeError, match=r"6\.0 GiB of pinned .* a test .* 5\.0 GiB .* or use AdamOptimizer\."):
+        told = r"6\.0 GiB of pinned host memory for a test .* 5\.0 GiB .* available.* or use AdamOptimizer\."
+        with pytest.raises(RuntimeError, match=told):
             pinned.pinned_bytes(6 << 30, CPU, "a test", "use AdamOptimizer")
         with mock.patch.object(pinned, "register", side_effect=OSError("no more")):
             with pytest.raises(RuntimeError, match=r"1\.0 GiB .* a test .*CUDA refused .*no more.*5\.0 GiB are"):

@@ -9,7 +9,7 @@ import transformers
 import hf_bmtrain as bmt
 from beside_twin import loss_of, train_beside
 from cases import full, in_full
-from hf_bmtrain.features.packed.arithmetic import CELL, FORMATS
+from hf_bmtrain.features.packed.arithmetic import CELL, FORMATS, QUANTIZE_FROZEN
 from hf_bmtrain.features.packed.storage import QuantizedParameter
 from ranks import on_ranks
 
@@ -120,7 +120,8 @@ def test_adapters_that_come_later():
 @on_ranks(2)
 def test_refused():
     frozen = base().requires_grad_(False)
-    with pytest.raises(ValueError, match="quantize_frozen must be None or one of 'nf4', .*, got 'int4'"):
+    wanted = ", ".join(map(repr, QUANTIZE_FROZEN))
+    with pytest.raises(ValueError, match=f"quantize_frozen must be None or one of {wanted}, got 'int4'"):
         bmt.auto_wrap(frozen, quantize_frozen="int4")
     with pytest.raises(ValueError, match=r"15 matrices are trainable\. Freeze them first"):
         bmt.auto_wrap(base(), quantize_frozen="nf4")

@@ -14,7 +14,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import chain
-from operator import is_not, itemgetter
+from operator import is_, is_not, itemgetter
 from typing import Any
 
 import numpy as np
@@ -40,8 +40,10 @@ _HOOKS = (
 )  # fmt: skip
 """The attributes in which a module stores its forward hooks, {id: hook}, and their options, {id: True}."""
 _TRAINING = itemgetter("training")
-Buffers = Sequence[tuple[dict[str, Any], dict[str, torch.Tensor | None]]]
-"""Pairs (module._buffers, {name: saved copy of the buffer}). A module may occur in several pairs."""
+_SMALL = 2**20
+"""Bytes of a buffer up to which its first copy is kept until the backward of that forward, see `Replay`."""
+Place = tuple[int, str]
+"""Where a buffer is: the position of its module in the list of the layer's modules, and the buffer's name."""
 
 
 class Replay:
@@ -53,9 +55,13 @@ class Replay:
 
     The state consists of:
 
-    * Buffers. The layer's first forward in each mode copies all buffers, and compares their values afterwards, which
-      makes the host wait for the device. Later forwards in this mode copy only the buffers that the first one changed.
-      The mode is the attribute `training` of the layer and of all modules inside it.
+    * Buffers. References to all of them are saved, so that a buffer that was replaced, added or removed after the
+      forward began is put back for the recomputation. Only buffers that something writes to in place are copied. To
+      find these, the layer's first forward in each mode (and the first after a buffer was added) copies all buffers,
+      and compares their values afterwards, which makes the host wait for the device. Each forward also finds out which
+      buffers were written to since the forward before. The first copies of small buffers (`_SMALL`) are kept until
+      backward, in case that something else than a forward writes to them before. The mode is the attribute `training`
+      of the layer and of all modules inside it.
     * The mode: the recomputation runs in the mode of the forward, even if the user has called `eval()` since.
     * Random generators: the global ones of Python and NumPy, and those in attributes and arguments, also inside
       containers. Only those that the forward used are restored. torch's default generators are left out, because
@@ -75,10 +81,11 @@ class Replay:
     def __init__(self, layer: torch.nn.Module) -> None:
         # This reference is weak, because the layer refers to this object, so a strong one would make a cycle.
         self._layer: torch.nn.Module = weakref.proxy(layer)  # pyright: ignore[reportAttributeAccessIssue]
-        self._places = [(module._buffers, name) for module in layer.modules() for name in module._buffers]
-        # For each mode (`Attributes.modes`): the indices in `_places` of the buffers that a forward changes.
-        self._changing: dict[tuple[bool, ...], set[int]] = {}
         self._attributes: Attributes | None = None
+        # For each mode (`Attributes.modes`): whether forwards change a buffer, for those buffers that were observed.
+        self._observed: dict[tuple[bool, ...], dict[Place, bool]] = {}
+        self._written: set[Place] = set()  # buffers that something writes to in place
+        self._last: dict[Place, tuple[int, int]] = {}  # {place: (id, version)} of the buffers after the last forward
 
     def changes_buffers(self) -> bool | None:
         """Return whether forwards in the present mode (see `Replay`) change the layer's buffers.
@@ -91,16 +98,25 @@ class Replay:
             False for a layer without buffers. For a layer with buffers, None until its first forward in this mode has
             run inside `record`, which observes whether the forward changes them; from then on, True or False.
         """
-        if not self._places:
+        attributes = self._present_attributes()
+        places = {(index, name) for index, own in enumerate(attributes.buffers) if own for name in own}
+        if not places:
             return False
-        changing = self._changing.get(self._present_attributes().modes())
-        return None if changing is None else bool(changing)
+        observed = self._observed.get(attributes.modes(), {})
+        if not places <= observed.keys():
+            return None
+        return bool(self._written) or any(observed.values())
 
     def _present_attributes(self) -> Attributes:
         """Return a copy of the layer's attributes: the last copy if they have not changed since, else a new one."""
-        if self._attributes is None or not self._attributes.is_present():
+        last = self._attributes
+        if last is None or not last.is_present():
             self._attributes = Attributes(list(self._layer.modules()))
-        return self._attributes
+            # If modules were added, removed or exchanged, what is known of places holds no longer.
+            if last is not None and list(map(id, last.buffers)) != list(map(id, self._attributes.buffers)):
+                self._observed, self._written, self._last = {}, set(), {}
+            return self._attributes
+        return last
 
     @contextmanager
     def record(self, args: tuple, kwargs: dict[str, Any]) -> Iterator[Snapshot]:
@@ -117,36 +133,83 @@ class Replay:
             A context manager that yields the snapshot for `restore`. The snapshot is complete when the context ends.
 
         Raises:
-            RuntimeError: at the end of the context, if the forward changed a buffer that was not copied. The layer's
-                first forward in each mode (see `Replay`) copies all buffers. Later ones copy only the buffers that the
-                first one changed.
+            RuntimeError: at the end of the context, if the forward wrote to a buffer in place that was not copied, see
+                `Replay`.
         """
         keep_scripts()
         attributes, arguments = self._present_attributes(), Contents((*args, *kwargs.values()))
-        modes = attributes.modes()
-        known = self._changing.get(modes)
-        before = {n: buffer for n, buffer in enumerate(self._present()) if buffer is not None}
-        versions = {n: _version(buffer) for n, buffer in before.items()}
-        copies = {n: buffer.clone() for n, buffer in before.items() if known is None or n in known}
+        observed = self._observed.setdefault(attributes.modes(), {})
+        buffers = Buffers(attributes.buffers)
+        new = self._copy_buffers(buffers, observed)
         generators, hooks = Generators.reachable(attributes, arguments), Hooks(attributes.hooks)
-        snapshot = Snapshot(self._by_module(copies), attributes, arguments, generators, hooks)
+        snapshot = Snapshot(buffers, attributes, arguments, generators, hooks)
         yield snapshot
         generators.keep_moved()  # `restore` must not touch unused ones: other threads may draw from them
-        after = self._present()
-        changed = {n for n, b in before.items() if after[n] is not b or _version(b) != versions[n]}
-        if known is None:  # batch norm writes its buffers without incrementing their versions, so compare values too
-            changed |= {n for n, b in before.items() if not torch.equal(b, copies[n])}
-        if changed - copies.keys():
-            names = sorted(self._places[n][1] for n in changed - copies.keys())
+        self._observe_buffers(buffers, observed, new)
+
+    def _copy_buffers(self, buffers: Buffers, observed: dict[Place, bool]) -> set[Place]:
+        """Copy those buffers to which the forward that is about to begin, or other code before backward, may write.
+
+        Returns the buffers that no forward in this mode has had before: all of them are copied.
+
+        buffers: the present buffers. observed: see `_observed`, for the present mode.
+        """
+        new = set()
+        for place, tensor in buffers.places.items():
+            known = self._last.get(place)
+            if known is not None and known[0] == id(tensor) and known[1] != _version(tensor):
+                self._written.add(place)  # since the last forward
+            if place not in observed:
+                new.add(place)
+            elif place not in self._written:
+                continue
+            buffers.copy(tensor)
+        return new
+
+    def _observe_buffers(self, buffers: Buffers, observed: dict[Place, bool], new: set[Place]) -> None:
+        """Find out which buffers a forward has changed, and which copies its snapshot needs until backward.
+
+        Raises RuntimeError if the forward wrote to a buffer in place that was not copied.
+
+        buffers: the buffers before the forward. observed: see `_observed`, for its mode. new: the result of
+        `_copy_buffers`.
+        """
+        if not any(buffers.dicts) and not buffers.places:
+            return
+        after = Buffers(buffers.dicts)
+        written, uncopied = {}, []
+        for place, tensor in buffers.places.items():
+            changed = buffers.is_written(tensor)
+            if place in new:  # batch norm writes its buffers without incrementing their versions, so compare values too
+                changed = changed or not torch.equal(tensor, buffers.copies[id(tensor)])
+            if changed:
+                written[place] = tensor
+                if id(tensor) not in buffers.copies:
+                    uncopied.append(place[1])
+            elif place in new and tensor.nbytes > _SMALL:
+                buffers.copies.pop(id(tensor), None)
+        for place in buffers.names() | after.names():
+            changed = place in written or after.places.get(place) is not buffers.places.get(place)
+            if changed and place not in buffers.places:
+                observed.pop(place, None)  # the forward has made this buffer: the next one observes what it does to it
+            else:
+                observed[place] = changed or observed.get(place, False)
+        self._written |= written.keys()
+        self._last = {place: (id(tensor), _version(tensor)) for place, tensor in after.places.items()}
+        layer = self._layer.__class__.__name__
+        if uncopied:
             raise RuntimeError(
-                f"{self._layer.__class__.__name__} changed its buffers {names} in this forward, but not in its first "
-                "forward with the same `training` flags (of the layer and its submodules). Only buffers that the first "
-                "one changed are saved for recomputation, so this forward cannot be recomputed. Pass "
-                "use_checkpoint=False to auto_wrap."
+                f"{layer} changed its buffers {sorted(uncopied)} in place in this forward, but not in its first "
+                "forward with the same `training` flags (of the layer and its submodules). Only buffers that have been "
+                "written to before are copied for recomputation, so this forward cannot be recomputed. Assign new "
+                "tensors to the buffers instead, or pass use_checkpoint=False to auto_wrap."
             )
-        if known is None:
-            self._changing[modes] = changed
-            snapshot.buffers = self._by_module({n: copies[n] for n in changed})
+        if new and (views := _views(written)):
+            raise RuntimeError(
+                f"{layer} wrote to its buffers {views} in place. They are different tensors in the same memory, and "
+                "copies of them would be independent, so this forward cannot be recomputed. Register only one of them, "
+                "or pass use_checkpoint=False to auto_wrap."
+            )
 
     @contextmanager
     def restore(self, snapshot: Snapshot) -> Iterator[None]:
@@ -156,16 +219,19 @@ class Replay:
         of containers in attributes and arguments, random generators, and forward hooks (see `Replay`). At the end of
         the context, also after an exception, the layer gets back the state that it had when the context began.
 
-        Buffers that forwards change get their saved values: inside the context, each of them is a new tensor, so writes
-        to it have no effect afterwards. Tensors in attributes and containers are the saved objects, not copies with
-        saved values. If such a tensor was modified in place after the forward began, the recomputation reads the
-        modified values. If the recomputation modifies it in place, the modification stays.
+        Buffers that were copied get their saved values: inside the context, each of them is a new tensor, so writes to
+        it have no effect afterwards. Tensors in attributes and containers are the saved objects, not copies with saved
+        values. If such a tensor was modified in place after the forward began, the recomputation reads the modified
+        values. If the recomputation modifies it in place, the modification stays.
 
         torch's checkpoint ends a recomputation early by raising an exception. If this happens inside a TorchScript
         function, torch no longer recognizes the exception, so this context manager suppresses it.
 
         Args:
             snapshot: the snapshot that `record` yielded for the forward that is recomputed.
+
+        Raises:
+            RuntimeError: a buffer that was not copied has been written to in place since the forward began.
         """
         keep_scripts()
         undo = snapshot.show()
@@ -177,19 +243,15 @@ class Replay:
         finally:
             undo()
 
-    def _by_module(self, copies: dict[int, torch.Tensor]) -> Buffers:
-        """Convert copies of the layer's buffers to the form that Snapshot takes: pairs (module._buffers, {name: copy}).
 
-        copies: {index: copy}, where index is the position of the buffer in `_places`, the list of the layer's buffers.
-        """
-        return [(self._places[n][0], {self._places[n][1]: copy}) for n, copy in copies.items()]
-
-    def _present(self) -> list[torch.Tensor | None]:
-        """Return the present buffers of the layer, with None in place of a buffer that was removed.
-
-        The order is that of `_places`, the list of the layer's buffers when this object was created.
-        """
-        return [buffers.get(name) for buffers, name in self._places]
+def _views(buffers: dict[Place, torch.Tensor]) -> list[str]:
+    """Return the names of those buffers whose memory belongs to another one of them too, a different tensor object."""
+    owners: dict[int, dict[int, list[str]]] = {}
+    for (_, name), tensor in buffers.items():
+        if tensor.layout is torch.strided and tensor.numel() and tensor.device.type != "meta":
+            by_tensor = owners.setdefault(tensor.untyped_storage().data_ptr(), {})
+            by_tensor.setdefault(id(tensor), []).append(name)
+    return sorted(name for each in owners.values() if len(each) > 1 for names in each.values() for name in names)
 
 
 def _version(tensor: torch.Tensor) -> int:
@@ -200,11 +262,105 @@ def _version(tensor: torch.Tensor) -> int:
 # -- the state: buffers, attributes, containers in the arguments, random generators, forward hooks ---------------------
 
 
+class Buffers:
+    """The buffers of modules: references to them, saved when this object is created, and copies of some of them.
+
+    Args:
+        dicts: the attribute `_buffers` of each module.
+
+    Attributes:
+        dicts: the same dicts.
+        places: all buffers, {(index of the dict, name): tensor}.
+        copies: {id of a buffer: its copy}. Empty at first.
+    """
+
+    def __init__(self, dicts: Sequence[dict[str, torch.Tensor | None]]) -> None:
+        self.dicts = dicts
+        self._saved = [dict(each) if each else {} for each in dicts]
+        self.places: dict[Place, torch.Tensor] = {
+            (index, name): tensor
+            for index, own in enumerate(self._saved)
+            if own
+            for name, tensor in own.items()
+            if tensor is not None
+        }
+        self._versions = {id(tensor): _version(tensor) for tensor in self.places.values()}
+        self.copies: dict[int, torch.Tensor] = {}
+
+    def names(self) -> set[Place]:
+        """Return the places of all buffers, including those that are None."""
+        return {(index, name) for index, own in enumerate(self._saved) if own for name in own}
+
+    def copy(self, tensor: torch.Tensor) -> None:
+        """Copy the values of a buffer. One that is shared by several modules is copied once.
+
+        tensor: a value of `places`.
+        """
+        if id(tensor) not in self.copies:
+            self.copies[id(tensor)] = tensor.clone()
+
+    def is_written(self, tensor: torch.Tensor) -> bool:
+        """Return whether the version of `tensor`, a value of `places`, has changed since this object was created."""
+        return _version(tensor) != self._versions[id(tensor)]
+
+    def show(self) -> Callable[[], None]:
+        """Put the saved buffers into the modules, and return a function that puts the present ones back.
+
+        In place of each buffer that was copied, the modules get a new tensor with its saved values. The buffer itself
+        is not overwritten, because autograd may have saved it for backward.
+
+        Raises:
+            RuntimeError: a buffer that was not copied has been written to in place since it was saved.
+        """
+        written = [
+            place[1] for place, each in self.places.items() if id(each) not in self.copies and self.is_written(each)
+        ]
+        if written:
+            raise RuntimeError(
+                f"The buffers {sorted(written)} of a block were written to in place after a forward of the block and "
+                "before its backward. Their values were not copied, because nothing had written to them before (or "
+                f"because they have more than {_SMALL:,} bytes), so backward cannot recompute this forward. Assign new "
+                "tensors to the buffers instead, write to them after backward, or pass use_checkpoint=False to "
+                "auto_wrap."
+            )
+        shown = {key: copy.clone() for key, copy in self.copies.items()}
+        changed = []
+        for buffers, saved in zip(self.dicts, self._saved):
+            target = {name: shown.get(id(tensor), tensor) for name, tensor in saved.items()} if shown else saved
+            if not _same_items(buffers, target):
+                changed.append((buffers, dict(buffers)))
+                _fill(buffers, target)
+
+        def undo() -> None:
+            for buffers, present in changed:
+                _fill(buffers, present)
+
+        return undo
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        """Give the modules the saved buffers again, with the values of the copies."""
+        for buffers, saved in zip(self.dicts, self._saved):
+            if not _same_items(buffers, saved):
+                _fill(buffers, saved)
+        for tensor in self.places.values():
+            copy = self.copies[id(tensor)]
+            # Write only buffers that have changed. Autograd may have saved a buffer for a later backward, which raises
+            # an error if the buffer has been written since, even with the same values.
+            if not torch.equal(tensor, copy):
+                tensor.copy_(copy)
+
+
+def _same_items(a: dict[str, Any], b: dict[str, Any]) -> bool:
+    """Return whether two dicts have the same keys, in the same order, and the same objects as values."""
+    return not (a or b) or (list(a) == list(b) and all(map(is_, a.values(), b.values())))
+
+
 class Snapshot:
     """A saved copy of the state that a forward of a layer or model may change.
 
     Args:
-        buffers: copies of modules' buffers.
+        buffers: the buffers of modules. Only those that were copied before the forward get their values back.
         attributes: the attributes of modules. Tensors among them are not copied.
         arguments: the items of the mutable containers (lists, dicts, caches) in the forward's arguments. Tensors among
             them are not copied.
@@ -219,7 +375,6 @@ class Snapshot:
         self.buffers, self.attributes = buffers, attributes
         self.arguments, self.generators, self.hooks = arguments, generators, hooks
         self.modes = attributes.modes()
-        self._originals: Buffers = ()  # the copied buffers themselves, in the same form; set only by `Snapshot.of`
 
     @classmethod
     def of(cls, model: torch.nn.Module, device: torch.device, arguments: Iterable[Any] = ()) -> Snapshot:
@@ -240,30 +395,18 @@ class Snapshot:
         modules = list(model.modules())
         attributes, contents = Attributes(modules), Contents(arguments)
         generators = Generators.reachable(attributes, contents, defaults)
-        originals = [(module._buffers, dict(module._buffers)) for module in modules]
-        copies = [
-            (buffers, {n: None if b is None else b.clone() for n, b in own.items()}) for buffers, own in originals
-        ]
-        snapshot = cls(copies, attributes, contents, generators, Hooks(()))
-        snapshot._originals = originals
-        return snapshot
+        buffers = Buffers(attributes.buffers)
+        for tensor in buffers.places.values():
+            buffers.copy(tensor)
+        return cls(buffers, attributes, contents, generators, Hooks(()))
 
-    @torch.no_grad()
     def restore(self) -> None:
         """Restore the state that `Snapshot.of` saved, after a forward that must leave no trace.
 
         Unlike `show`, this cannot be undone. The model gets its original buffer tensors back, with their saved values.
         This object can be used again, after further forwards.
         """
-        for (buffers, originals), (_, copies) in zip(self._originals, self.buffers):
-            for name in buffers.keys() - originals.keys():
-                del buffers[name]
-            buffers.update(originals)
-            for name, copy in copies.items():
-                # Write only buffers that have changed. Autograd may have saved a buffer for a later backward, which
-                # raises an error if the buffer has been written since, even with the same values.
-                if copy is not None and not torch.equal(buffers[name], copy):
-                    buffers[name].copy_(copy)
+        self.buffers.restore()
         self._restore_others()
 
     def show(self) -> Callable[[], None]:
@@ -274,15 +417,11 @@ class Snapshot:
         returned function puts back the buffers, mode, attributes, items of containers, states of generators and forward
         hooks that were present before this call.
         """
-        present = []
-        for buffers, copies in self.buffers:
-            present.append((buffers, {name: buffers.get(name) for name in copies}))
-            buffers.update({name: None if copy is None else copy.clone() for name, copy in copies.items()})
+        undo_buffers = self.buffers.show()
         undo_others = self._restore_others()
 
         def undo() -> None:
-            for buffers, shown in present:
-                buffers.update(shown)
+            undo_buffers()
             undo_others()
 
         return undo
@@ -407,6 +546,7 @@ class Attributes:
         modules: the layer, followed by all modules inside it.
 
     Attributes:
+        buffers: the attribute `_buffers` of each module.
         hooks: the dicts in which the modules inside the layer store their forward hooks and the options of these hooks,
             for all modules in one list: the argument of `Hooks`. The layer's own hooks are not included.
         generators: the random generators in the attributes, also inside containers and tuples.
@@ -419,6 +559,7 @@ class Attributes:
         # attributes that a forward may change.
         self._modules: list[tuple[dict[str, Any] | None, dict[str, Any]]] = []
         self._inner = [vars(module) for module in modules[1:]]
+        self.buffers: list[dict[str, torch.Tensor | None]] = [module._buffers for module in modules]
         self._getters: list[tuple[dict[str, Any] | None, Callable[[dict], Iterable[Any]], int]] = []
         self.hooks: list[dict[int, Any]] = [getattr(module, name) for module in modules[1:] for name in _HOOKS]
         self._without_hooks: list[dict[int, Any]] = []  # hook dicts of the modules that are left out; empty when saved

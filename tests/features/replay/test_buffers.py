@@ -1,0 +1,180 @@
+"""Buffers that a program changes between a forward and its backward, or that a layer registers late."""
+
+import pytest
+import torch
+
+import hf_bmtrain as bmt
+from cases import pairwise
+from ranks import on_ranks
+from twins import Layer, Tower, check_gradients, ids
+
+
+class Scaled(Layer):
+    """Reads a buffer that others change."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("scale", torch.ones(()))
+
+    def forward(self, x):
+        return super().forward(torch.sin(x + self.scale))
+
+
+class Late(Layer):
+    """Has a buffer that is None at first, and registers another one later."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("scale", None)
+
+    def forward(self, x):
+        for name in ("scale", "extra"):
+            if getattr(self, name, None) is None:
+                self.register_buffer(name, torch.zeros(()))
+        self.extra.add_(0.5)
+        self.scale = self.scale + 0.25
+        return super().forward(torch.sin(x + self.scale) + self.extra)
+
+
+class Alternating(Layer):
+    """Replaces its buffer in every second forward."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("scale", torch.ones(()))
+        self.calls = 0
+
+    def forward(self, x):
+        self.calls += 1
+        if self.calls % 2 == 0:
+            self.scale = self.scale + 0.5
+        return super().forward(torch.sin(x + self.scale))
+
+
+class Shared(Layer):
+    """One tensor is a buffer of two modules: one writes it, and the other one reads it."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("scale", torch.ones(()))
+        self.linear.register_buffer("scale", self.scale)
+
+    def forward(self, x):
+        self.scale.add_(0.5)
+        return super().forward(torch.sin(x + self.linear.scale))
+
+
+def recording(module, args, output):
+    """A hook that writes statistics to a buffer of the layer, after each forward."""
+    module.scale.mul_(0.9).add_(0.01)
+
+
+def tower(layer):
+    model = Tower()
+    for index in range(len(model.layers)):
+        torch.manual_seed(index)
+        model.layers[index] = layer()
+    return model.train()
+
+
+def assign(model, value):
+    for layer in model.layers:
+        layer.scale = torch.tensor(value)
+
+
+def fill(model, value):
+    for layer in model.layers:
+        layer.scale.fill_(value)
+
+
+def register(model, value):
+    for layer in model.layers:
+        layer.register_buffer(f"other{value}".replace(".", "_"), torch.zeros(()))
+        layer.scale = torch.tensor(value)
+
+
+def hook(model, value):
+    for layer in model.layers:
+        if not layer._forward_hooks:
+            layer.register_forward_hook(recording)
+
+
+def nothing(model, value):
+    pass
+
+
+CASES = [
+    (Scaled, assign),
+    (Scaled, fill),
+    (Scaled, register),
+    (Scaled, hook),
+    (Late, nothing),
+    (Alternating, nothing),
+    (Shared, nothing),
+]
+
+
+@pytest.mark.parametrize(
+    ("case", "forwards"),
+    pairwise([(case, 2) for case in CASES], CASES, [1, 2]),
+    ids=lambda value: "-".join(each.__name__ for each in value) if isinstance(value, tuple) else str(value),
+)
+@on_ranks(2)
+def test_gradients(case, forwards):
+    """Gradients, losses and buffers are those of plain torch, where the buffer is also changed after the forwards."""
+    layer, change = case
+    model, twin = bmt.auto_wrap(tower(layer)), tower(layer)
+    for step in range(4):
+        losses = [torch.zeros(()), torch.zeros(())]
+        for number in range(forwards):
+            for index, each in enumerate((model, twin)):
+                change(each, 0.5 + step + 0.3 * number)
+                losses[index] = losses[index] + each(ids(step + 5 * number, 0))
+        torch.testing.assert_close(*losses)
+        for each in (model, twin):
+            change(each, 9.0)
+        for loss in losses:
+            loss.backward()
+        check_gradients(model, twin)
+        for (name, mine), (_, plain) in zip(model.named_buffers(), twin.named_buffers(), strict=True):
+            torch.testing.assert_close(mine, plain, msg=name)
+        for each in (model, twin):
+            each.zero_grad()
+
+
+class Overlapping(Layer):
+    """Two of its buffers are views of the same memory."""
+
+    def __init__(self):
+        super().__init__()
+        memory = torch.zeros(3)
+        self.register_buffer("whole", memory)
+        self.register_buffer("part", memory[:1])
+
+    def forward(self, x):
+        self.whole.add_(1)
+        return super().forward(x + self.part)
+
+
+@on_ranks(2)
+def test_views_are_refused():
+    model = bmt.auto_wrap(tower(Overlapping))
+    with pytest.raises(
+        RuntimeError, match=r"Overlapping wrote to its buffers \['part', 'whole'\] in place.* same memory"
+    ):
+        model(ids(0, 0))
+
+
+@on_ranks(2)
+def test_late_writes_are_refused():
+    """Values that nothing has copied, because no write was expected, cannot be recomputed from."""
+    model = bmt.auto_wrap(tower(Scaled))
+    model(ids(0, 0)).backward()
+    loss = model(ids(1, 0))
+    fill(model, 2.0)
+    with pytest.raises(RuntimeError, match=r"buffers \['scale'\] of a block were written to in place after a forward"):
+        loss.backward()
+    model.zero_grad()
+    loss = model(ids(1, 0))  # from now on the buffer is copied
+    fill(model, 3.0)
+    loss.backward()

@@ -87,7 +87,9 @@ class Ranks:
             place = rank, self.size, self._device, self._hosts[rank]
             arguments = (*place, self._options, port, self._inboxes[rank], self._outbox)
             process = context.Process(target=_serve, args=arguments, daemon=True)
-            with mock.patch.dict(os.environ, HF_HUB_OFFLINE="1"):  # read when transformers is imported
+            # HF_HUB_OFFLINE is read when transformers is imported. With the other variable, `torch.cuda.is_available`,
+            # which imports call in the server, does not initialize CUDA, which its forks could not use then.
+            with mock.patch.dict(os.environ, HF_HUB_OFFLINE="1", PYTORCH_NVML_BASED_CUDA_CHECK="1"):
                 process.start()
             self._processes.append(process)
 

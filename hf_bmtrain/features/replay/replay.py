@@ -196,19 +196,18 @@ class Replay:
                 observed[place] = changed or observed.get(place, False)
         self._written |= written.keys()
         self._last = {place: (id(tensor), _version(tensor)) for place, tensor in after.places.items()}
-        layer = self._layer.__class__.__name__
         if uncopied:
             raise RuntimeError(
-                f"{layer} changed its buffers {sorted(uncopied)} in place in this forward, but not in its first "
-                "forward with the same `training` flags (of the layer and its submodules). Only buffers that have been "
-                "written to before are copied for recomputation, so this forward cannot be recomputed. Assign new "
-                "tensors to the buffers instead, or pass use_checkpoint=False to auto_wrap."
+                f"{self._layer.__class__.__name__} changed its buffers {sorted(uncopied)} in place in this forward, but "
+                "not in its first forward with the same `training` flags (of the layer and its submodules). Only "
+                "buffers that have been written to before are copied for recomputation, so this forward cannot be "
+                "recomputed. Assign new tensors to the buffers instead, or pass use_checkpoint=False to auto_wrap."
             )
         if new and (views := _views(written)):
             raise RuntimeError(
-                f"{layer} wrote to its buffers {views} in place. They are different tensors in the same memory, and "
-                "copies of them would be independent, so this forward cannot be recomputed. Register only one of them, "
-                "or pass use_checkpoint=False to auto_wrap."
+                f"{self._layer.__class__.__name__} wrote to its buffers {views} in place. They are different tensors in "
+                "the same memory, and copies of them would be independent, so this forward cannot be recomputed. "
+                "Register only one of them, or pass use_checkpoint=False to auto_wrap."
             )
 
     @contextmanager
@@ -318,10 +317,9 @@ class Buffers:
         if written:
             raise RuntimeError(
                 f"The buffers {sorted(written)} of a block were written to in place after a forward of the block and "
-                "before its backward. Their values were not copied, because nothing had written to them before (or "
-                f"because they have more than {_SMALL:,} bytes), so backward cannot recompute this forward. Assign new "
-                "tensors to the buffers instead, write to them after backward, or pass use_checkpoint=False to "
-                "auto_wrap."
+                "before its backward. Nothing had written to them before, so they were not copied, and backward cannot "
+                "recompute this forward. Assign new tensors to the buffers instead, write to them after backward, or "
+                "pass use_checkpoint=False to auto_wrap."
             )
         shown = {key: copy.clone() for key, copy in self.copies.items()}
         changed = []

@@ -198,15 +198,15 @@ class Replay:
         self._last = {place: (id(tensor), _version(tensor)) for place, tensor in after.places.items()}
         if uncopied:
             raise RuntimeError(
-                f"{self._layer.__class__.__name__} changed its buffers {sorted(uncopied)} in place in this forward, but "
-                "not in its first forward with the same `training` flags (of the layer and its submodules). Only "
+                f"{self._layer.__class__.__name__} changed its buffers {sorted(uncopied)} in place in this forward, "
+                "but not in its first forward with the same `training` flags (of the layer and its submodules). Only "
                 "buffers that have been written to before are copied for recomputation, so this forward cannot be "
                 "recomputed. Assign new tensors to the buffers instead, or pass use_checkpoint=False to auto_wrap."
             )
         if new and (views := _views(written)):
             raise RuntimeError(
-                f"{self._layer.__class__.__name__} wrote to its buffers {views} in place. They are different tensors in "
-                "the same memory, and copies of them would be independent, so this forward cannot be recomputed. "
+                f"{self._layer.__class__.__name__} wrote to its buffers {views} in place. They are different tensors "
+                "in the same memory, and copies of them would be independent, so this forward cannot be recomputed. "
                 "Register only one of them, or pass use_checkpoint=False to auto_wrap."
             )
 

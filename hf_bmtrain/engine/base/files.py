@@ -111,9 +111,11 @@ def _temporary_folder(path: Path) -> Iterator[Path]:
     folder = path.with_name(f"{path.name}.{secrets.token_hex(4)}.tmp")
     folder.mkdir()
     try:
-        with open(folder / _LOCK, "w") as held:
+        unlocked = folder / f"{_LOCK}.new"
+        with open(unlocked, "w") as held:
             with contextlib.suppress(OSError):  # a file system without locks: `_is_abandoned` then returns False
                 fcntl.flock(held, fcntl.LOCK_EX)
+            unlocked.rename(folder / _LOCK)  # not before, or another process could lock it first and delete the folder
             yield folder
     finally:
         shutil.rmtree(folder, ignore_errors=True)

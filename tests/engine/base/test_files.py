@@ -1,12 +1,13 @@
 """Files and folders that are complete or not there; tests/checkpoint/test_store.py has kills and abandoned folders."""
 
 import errno
+import fcntl
 import os
 from unittest import mock
 
 import pytest
 
-from hf_bmtrain.engine.base.files import atomic_file, staged_folder
+from hf_bmtrain.engine.base.files import atomic_file, delete_abandoned, staged_folder
 from log_lines import log_lines
 
 
@@ -65,3 +66,18 @@ def test_what_is_in_place_is_not_an_error(tmp_path):
     assert sorted(os.listdir(tmp_path)) == ["file", "folder"]
     for name, line in zip(("file", "folder"), lines, strict=True):
         assert line.startswith(f"{tmp_path / name} is complete, but its folder could not be flushed to disk")
+
+
+def test_a_folder_in_use_is_not_deleted(tmp_path, monkeypatch):
+    """Another writer of the same path looks for abandoned folders while this one takes its lock."""
+    path, lock = tmp_path / "numbers", fcntl.flock
+
+    def late(file, operation):
+        if operation == fcntl.LOCK_EX:
+            delete_abandoned(path)
+        lock(file, operation)
+
+    monkeypatch.setattr(fcntl, "flock", late)
+    with atomic_file(path) as temporary:
+        temporary.write_text("1")
+    assert path.read_text() == "1"

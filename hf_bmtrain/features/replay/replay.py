@@ -19,8 +19,9 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.nn.modules.batchnorm import _NormBase
 
-from ...engine.base.torch_internals import optimize_scripts
+from ...engine.base.torch_internals import optimize_scripts, pytree
 from ...engine.blocks.containers import ATOMS, containers_of, items_of
 
 _STANDARD = frozenset(vars(torch.nn.Module())) | {
@@ -56,11 +57,11 @@ class Replay:
     The state consists of:
 
     * Buffers. References to all of them are saved, so that a buffer that was replaced, added or removed after the
-      forward began is put back for the recomputation. Only buffers that something writes to in place are copied. To
-      find these, the layer's first forward in each mode (and the first after a buffer was added) copies all buffers,
-      and compares their values afterwards, which makes the host wait for the device. Each forward also finds out which
-      buffers were written to since the forward before. The first copies of small buffers (`_SMALL`) are kept until
-      backward, in case that something else than a forward writes to them before. The mode is the attribute `training`
+      forward began is put back for the recomputation. Only buffers to which something writes in place before backward
+      are copied. To find them, the layer's first forward in each mode (and the first with another buffer) copies all
+      buffers, and compares their values afterwards, which makes the host wait for the device. The first copies of small
+      buffers (`_SMALL`) are kept until backward, in case that something else than a forward writes to them. Each
+      backward finds out to which buffers something has written since the forward. The mode is the attribute `training`
       of the layer and of all modules inside it.
     * The mode: the recomputation runs in the mode of the forward, even if the user has called `eval()` since.
     * Random generators: the global ones of Python and NumPy, and those in attributes and arguments, also inside
@@ -84,8 +85,9 @@ class Replay:
         self._attributes: Attributes | None = None
         # For each mode (`Attributes.modes`): whether forwards change a buffer, for those buffers that were observed.
         self._observed: dict[tuple[bool, ...], dict[Place, bool]] = {}
-        self._written: set[Place] = set()  # buffers that something writes to in place
-        self._last: dict[Place, tuple[int, int]] = {}  # {place: (id, version)} of the buffers after the last forward
+        self._written: set[Place] = set()  # buffers to which something writes in place between forward and backward
+        # The buffers of the last forward. The snapshots of forwards whose backward has not run keep them alive.
+        self._last: Callable[[], Buffers | None] = lambda: None
 
     def changes_buffers(self) -> bool | None:
         """Return whether forwards in the present mode (see `Replay`) change the layer's buffers.
@@ -99,13 +101,13 @@ class Replay:
             run inside `record`, which observes whether the forward changes them; from then on, True or False.
         """
         attributes = self._present_attributes()
-        places = {(index, name) for index, own in enumerate(attributes.buffers) if own for name in own}
+        places = Buffers(attributes.buffers).places.keys()
         if not places:
             return False
         observed = self._observed.get(attributes.modes(), {})
         if not places <= observed.keys():
             return None
-        return bool(self._written) or any(observed.values())
+        return not self._written.isdisjoint(places) or any(observed[place] for place in places)
 
     def _present_attributes(self) -> Attributes:
         """Return a copy of the layer's attributes: the last copy if they have not changed since, else a new one."""
@@ -114,7 +116,7 @@ class Replay:
             self._attributes = Attributes(list(self._layer.modules()))
             # If modules were added, removed or exchanged, what is known of places holds no longer.
             if last is not None and list(map(id, last.buffers)) != list(map(id, self._attributes.buffers)):
-                self._observed, self._written, self._last = {}, set(), {}
+                self._observed, self._written, self._last = {}, set(), lambda: None
             return self._attributes
         return last
 
@@ -140,75 +142,75 @@ class Replay:
         attributes, arguments = self._present_attributes(), Contents((*args, *kwargs.values()))
         observed = self._observed.setdefault(attributes.modes(), {})
         buffers = Buffers(attributes.buffers)
-        new = self._copy_buffers(buffers, observed)
+        new = self._copy_buffers(buffers, attributes, observed)
         generators, hooks = Generators.reachable(attributes, arguments), Hooks(attributes.hooks)
         snapshot = Snapshot(buffers, attributes, arguments, generators, hooks)
         yield snapshot
         generators.keep_moved()  # `restore` must not touch unused ones: other threads may draw from them
-        self._observe_buffers(buffers, observed, new)
+        if buffers.places:
+            self._observe_buffers(buffers, observed, new)
+            self._last = weakref.ref(buffers)
 
-    def _copy_buffers(self, buffers: Buffers, observed: dict[Place, bool]) -> set[Place]:
+    def _copy_buffers(self, buffers: Buffers, attributes: Attributes, observed: dict[Place, bool]) -> set[Place]:
         """Copy those buffers to which the forward that is about to begin, or other code before backward, may write.
 
         Returns the buffers that no forward in this mode has had before: all of them are copied.
 
-        buffers: the present buffers. observed: see `_observed`, for the present mode.
+        buffers: the present buffers.
+        attributes: the present attributes.
+        observed: see `_observed`, for the present mode.
         """
-        new = set()
+        new = {place for place in buffers.places if place not in observed}
+        last = self._last()
+        if last is not None:  # its backward has not run, so something may write between this forward and backward, too
+            self._written |= last.written_since()
+        modes = attributes.modes() if attributes.norms else ()
         for place, tensor in buffers.places.items():
-            known = self._last.get(place)
-            if known is not None and known[0] == id(tensor) and known[1] != _version(tensor):
-                self._written.add(place)  # since the last forward
-            if place not in observed:
-                new.add(place)
-            elif place not in self._written:
-                continue
-            buffers.copy(tensor)
+            # Batch norm writes its buffers without incrementing their versions. Comparing values is not enough: they
+            # stay the same if the first input is zero.
+            if place[0] in attributes.norms and modes[place[0]]:
+                buffers.copy(tensor, written=True)
+            elif place in new or place in self._written:
+                buffers.copy(tensor)
         return new
 
     def _observe_buffers(self, buffers: Buffers, observed: dict[Place, bool], new: set[Place]) -> None:
         """Find out which buffers a forward has changed, and which copies its snapshot needs until backward.
 
-        Raises RuntimeError if the forward wrote to a buffer in place that was not copied.
+        Raises RuntimeError if the recomputation could not have the buffers that the forward had.
 
-        buffers: the buffers before the forward. observed: see `_observed`, for its mode. new: the result of
-        `_copy_buffers`.
+        buffers: the buffers before the forward.
+        observed: see `_observed`, for its mode.
+        new: the result of `_copy_buffers`.
         """
-        if not any(buffers.dicts) and not buffers.places:
-            return
-        after = Buffers(buffers.dicts)
-        written, uncopied = {}, []
-        for place, tensor in buffers.places.items():
-            changed = buffers.is_written(tensor)
-            if place in new:  # batch norm writes its buffers without incrementing their versions, so compare values too
-                changed = changed or not torch.equal(tensor, buffers.copies[id(tensor)])
-            if changed:
-                written[place] = tensor
-                if id(tensor) not in buffers.copies:
-                    uncopied.append(place[1])
-            elif place in new and tensor.nbytes > _SMALL:
-                buffers.copies.pop(id(tensor), None)
-        for place in buffers.names() | after.names():
-            changed = place in written or after.places.get(place) is not buffers.places.get(place)
-            if changed and place not in buffers.places:
-                observed.pop(place, None)  # the forward has made this buffer: the next one observes what it does to it
-            else:
-                observed[place] = changed or observed.get(place, False)
-        self._written |= written.keys()
-        self._last = {place: (id(tensor), _version(tensor)) for place, tensor in after.places.items()}
+        written = buffers.written_since()
+        for place in new - written:
+            tensor = buffers.places[place]
+            if _is_comparable(tensor) and _differ(tensor, buffers.copies[id(tensor)]):
+                written.add(place)
+        name = self._layer.__class__.__name__
+        uncopied = sorted(place[1] for place in written if id(buffers.places[place]) not in buffers.copies)
         if uncopied:
             raise RuntimeError(
-                f"{self._layer.__class__.__name__} changed its buffers {sorted(uncopied)} in place in this forward, "
-                "but not in its first forward with the same `training` flags (of the layer and its submodules). Only "
-                "buffers that have been written to before are copied for recomputation, so this forward cannot be "
-                "recomputed. Assign new tensors to the buffers instead, or pass use_checkpoint=False to auto_wrap."
+                f"{name} changed its buffers {uncopied} in place in this forward, but not in its first forward with "
+                "the same `training` flags (of the layer and its submodules). Only buffers that have been written to "
+                "before are copied for recomputation, so this forward cannot be recomputed. Assign new tensors to the "
+                "buffers instead, or pass use_checkpoint=False to auto_wrap."
             )
-        if new and (views := _views(written)):
+        if not written <= self._written and (overlapping := buffers.overlapping(written)):
             raise RuntimeError(
-                f"{self._layer.__class__.__name__} wrote to its buffers {views} in place. They are different tensors "
-                "in the same memory, and copies of them would be independent, so this forward cannot be recomputed. "
-                "Register only one of them, or pass use_checkpoint=False to auto_wrap."
+                f"{name} wrote to its buffers {overlapping} in place. They are different tensors in the same memory, "
+                "and copies of them would be independent, so this forward cannot be recomputed. Register only one of "
+                "them, or pass use_checkpoint=False to auto_wrap."
             )
+        self._written |= written
+        for place, tensor in buffers.places.items():
+            replaced = buffers.dicts[place[0]].get(place[1]) is not tensor
+            changed = replaced or place in written or id(tensor) in buffers.written
+            observed[place] = changed or observed.get(place, False)
+            if place in new and not changed and place not in self._written and tensor.nbytes > _SMALL:
+                buffers.copies.pop(id(tensor), None)
+        buffers.end_forward(written)
 
     @contextmanager
     def restore(self, snapshot: Snapshot) -> Iterator[None]:
@@ -230,9 +232,11 @@ class Replay:
             snapshot: the snapshot that `record` yielded for the forward that is recomputed.
 
         Raises:
-            RuntimeError: a buffer that was not copied has been written to in place since the forward began.
+            RuntimeError: the recomputation uses a buffer that was not copied, and to which something has written in
+                place since the forward.
         """
         keep_scripts()
+        self._written |= snapshot.buffers.written_since()
         undo = snapshot.show()
         try:
             yield
@@ -243,14 +247,26 @@ class Replay:
             undo()
 
 
-def _views(buffers: dict[Place, torch.Tensor]) -> list[str]:
-    """Return the names of those buffers whose memory belongs to another one of them too, a different tensor object."""
-    owners: dict[int, dict[int, list[str]]] = {}
-    for (_, name), tensor in buffers.items():
-        if tensor.layout is torch.strided and tensor.numel() and tensor.device.type != "meta":
-            by_tensor = owners.setdefault(tensor.untyped_storage().data_ptr(), {})
-            by_tensor.setdefault(id(tensor), []).append(name)
-    return sorted(name for each in owners.values() if len(each) > 1 for names in each.values() for name in names)
+def _is_comparable(tensor: torch.Tensor) -> bool:
+    """Return whether torch can compare the values of two such tensors."""
+    return tensor.layout is torch.strided and not tensor.is_quantized and tensor.dtype != torch.complex32
+
+
+def _differ(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Return whether the values of two comparable tensors of one shape differ. NaN equals NaN."""
+    if torch.equal(a, b):
+        return False
+    inexact = a.is_floating_point() or a.is_complex()
+    return not (inexact and bool(((a == b) | ((a != a) & (b != b))).all()))
+
+
+def _bytes_of(tensor: torch.Tensor) -> range:
+    """Return the addresses of a tensor's elements, from the first to the last; none if they are not known."""
+    if type(tensor) is not torch.Tensor or tensor.layout is not torch.strided or not tensor.numel():
+        return range(0)
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride()))
+    begin = tensor.data_ptr()
+    return range(begin, begin + (last + 1) * tensor.element_size()) if begin else range(0)
 
 
 def _version(tensor: torch.Tensor) -> int:
@@ -271,6 +287,7 @@ class Buffers:
         dicts: the same dicts.
         places: all buffers, {(index of the dict, name): tensor}.
         copies: {id of a buffer: its copy}. Empty at first.
+        written: the ids of those copied buffers that the forward has written to.
     """
 
     def __init__(self, dicts: Sequence[dict[str, torch.Tensor | None]]) -> None:
@@ -285,53 +302,64 @@ class Buffers:
         }
         self._versions = {id(tensor): _version(tensor) for tensor in self.places.values()}
         self.copies: dict[int, torch.Tensor] = {}
+        self.written: set[int] = set()
 
-    def names(self) -> set[Place]:
-        """Return the places of all buffers, including those that are None."""
-        return {(index, name) for index, own in enumerate(self._saved) if own for name in own}
-
-    def copy(self, tensor: torch.Tensor) -> None:
-        """Copy the values of a buffer. One that is shared by several modules is copied once.
+    def copy(self, tensor: torch.Tensor, written: bool = False) -> None:
+        """Copy the values of a buffer. One that several modules share is copied once.
 
         tensor: a value of `places`.
+        written: whether it is known already that the forward writes to it.
         """
         if id(tensor) not in self.copies:
             self.copies[id(tensor)] = tensor.clone()
+        if written:
+            self.written.add(id(tensor))
 
-    def is_written(self, tensor: torch.Tensor) -> bool:
-        """Return whether the version of `tensor`, a value of `places`, has changed since this object was created."""
-        return _version(tensor) != self._versions[id(tensor)]
+    def written_since(self) -> set[Place]:
+        """Return the buffers whose versions have changed since they were saved or, later, since the forward ended."""
+        return {place for place, tensor in self.places.items() if _version(tensor) != self._versions[id(tensor)]}
+
+    def end_forward(self, written: set[Place]) -> None:
+        """Note which buffers the forward has written to, and from now on, tell what else writes to them."""
+        self.written |= {id(self.places[place]) for place in written}
+        self._versions = {id(tensor): _version(tensor) for tensor in self.places.values()}
+
+    def overlapping(self, written: set[Place]) -> list[str]:
+        """Return the names of those buffers in `written` that share memory with another buffer, a different tensor."""
+        ranges = {id(tensor): _bytes_of(tensor) for tensor in self.places.values()}
+        found = []
+        for place in written:
+            mine = id(self.places[place])
+            own = ranges[mine]
+            others = [each for key, each in ranges.items() if key != mine]
+            if any(max(own.start, each.start) < min(own.stop, each.stop) for each in others):
+                found.append(place[1])
+        return sorted(found)
 
     def show(self) -> Callable[[], None]:
         """Put the saved buffers into the modules, and return a function that puts the present ones back.
 
-        In place of each buffer that was copied, the modules get a new tensor with its saved values. The buffer itself
-        is not overwritten, because autograd may have saved it for backward.
-
-        Raises:
-            RuntimeError: a buffer that was not copied has been written to in place since it was saved.
+        In place of each buffer that has been written to since it was saved, the modules get a new tensor with its saved
+        values or, if it was not copied, a tensor that raises an error when it is used. The buffer itself is not
+        overwritten, because autograd may have saved it for backward.
         """
-        written = [
-            place[1] for place, each in self.places.items() if id(each) not in self.copies and self.is_written(each)
-        ]
-        if written:
-            raise RuntimeError(
-                f"The buffers {sorted(written)} of a block were written to in place after a forward of the block and "
-                "before its backward. Nothing had written to them before, so they were not copied, and backward cannot "
-                "recompute this forward. Assign new tensors to the buffers instead, write to them after backward, or "
-                "pass use_checkpoint=False to auto_wrap."
-            )
-        shown = {key: copy.clone() for key, copy in self.copies.items()}
-        changed = []
+        written = self.written_since()
+        shown: dict[int, torch.Tensor] = {
+            id(self.places[place]): _lost(place[1], self.places[place]) for place in written
+        }
+        for key in self.copies.keys() & (self.written | shown.keys()):
+            shown[key] = self.copies[key].clone()
+        present = [dict(each) if each else {} for each in self.dicts]
         for buffers, saved in zip(self.dicts, self._saved):
-            target = {name: shown.get(id(tensor), tensor) for name, tensor in saved.items()} if shown else saved
-            if not _same_items(buffers, target):
-                changed.append((buffers, dict(buffers)))
-                _fill(buffers, target)
+            if saved or buffers:
+                target = {name: shown.get(id(tensor), tensor) for name, tensor in saved.items()}
+                if not _same_items(buffers, target):
+                    _fill(buffers, target)
 
         def undo() -> None:
-            for buffers, present in changed:
-                _fill(buffers, present)
+            for buffers, before in zip(self.dicts, present):
+                if not _same_items(buffers, before):
+                    _fill(buffers, before)
 
         return undo
 
@@ -341,12 +369,50 @@ class Buffers:
         for buffers, saved in zip(self.dicts, self._saved):
             if not _same_items(buffers, saved):
                 _fill(buffers, saved)
+        written = {id(self.places[place]) for place in self.written_since()}
         for tensor in self.places.values():
             copy = self.copies[id(tensor)]
             # Write only buffers that have changed. Autograd may have saved a buffer for a later backward, which raises
             # an error if the buffer has been written since, even with the same values.
-            if not torch.equal(tensor, copy):
+            if _differ(tensor, copy) if _is_comparable(tensor) else id(tensor) in written:
                 tensor.copy_(copy)
+
+
+class _Lost(torch.Tensor):
+    """A tensor in place of a buffer whose values were not copied before they changed. Its use raises an error."""
+
+    reason: str
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in _ABOUT:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **(kwargs or {}))
+        lost = next(each for each in pytree.tree_leaves((args, kwargs)) if isinstance(each, _Lost))
+        raise RuntimeError(lost.reason)
+
+
+_ABOUT = {getattr(torch.Tensor, name).__get__ for name in ("shape", "ndim", "dtype", "device", "layout")} | {
+    torch.Tensor.size,
+    torch.Tensor.dim,
+    torch.Tensor.numel,
+}
+"""What may be asked of a `_Lost` tensor: functions that do not read its values."""
+
+
+def _lost(name: str, buffer: torch.Tensor) -> torch.Tensor:
+    """Return a tensor like `buffer` that raises an error when it is used.
+
+    name: the name of the buffer, for the error.
+    """
+    lost: Any = torch.empty(buffer.shape, dtype=buffer.dtype, device=buffer.device).as_subclass(_Lost)
+    lost.reason = (
+        f"The buffer '{name}' of a block was written to in place after a forward of the block and before its backward. "
+        "Nothing had done so before, so its values were not copied, and backward cannot recompute this forward, which "
+        "uses them. Assign a new tensor to the buffer instead, write to it after backward, or pass "
+        "use_checkpoint=False to auto_wrap."
+    )
+    return lost
 
 
 def _same_items(a: dict[str, Any], b: dict[str, Any]) -> bool:
@@ -415,8 +481,12 @@ class Snapshot:
         returned function puts back the buffers, mode, attributes, items of containers, states of generators and forward
         hooks that were present before this call.
         """
-        undo_buffers = self.buffers.show()
         undo_others = self._restore_others()
+        try:
+            undo_buffers = self.buffers.show()
+        except BaseException:
+            undo_others()
+            raise
 
         def undo() -> None:
             undo_buffers()
@@ -545,6 +615,7 @@ class Attributes:
 
     Attributes:
         buffers: the attribute `_buffers` of each module.
+        norms: the indices of batch and instance norms among the modules. In training mode, they write their buffers.
         hooks: the dicts in which the modules inside the layer store their forward hooks and the options of these hooks,
             for all modules in one list: the argument of `Hooks`. The layer's own hooks are not included.
         generators: the random generators in the attributes, also inside containers and tuples.
@@ -558,6 +629,7 @@ class Attributes:
         self._modules: list[tuple[dict[str, Any] | None, dict[str, Any]]] = []
         self._inner = [vars(module) for module in modules[1:]]
         self.buffers: list[dict[str, torch.Tensor | None]] = [module._buffers for module in modules]
+        self.norms = {index for index, module in enumerate(modules) if isinstance(module, _NormBase)}
         self._getters: list[tuple[dict[str, Any] | None, Callable[[dict], Iterable[Any]], int]] = []
         self.hooks: list[dict[int, Any]] = [getattr(module, name) for module in modules[1:] for name in _HOOKS]
         self._without_hooks: list[dict[int, Any]] = []  # hook dicts of the modules that are left out; empty when saved

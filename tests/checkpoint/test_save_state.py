@@ -365,6 +365,29 @@ def test_names_that_would_be_deleted(world, tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+@on_ranks(2)
+def test_a_name_that_would_hide_all_checkpoints(folder):
+    """A folder that contains manifest.json is a checkpoint, and not a folder of checkpoints."""
+    model = bmt.auto_wrap(torch.nn.Linear(2, 2))
+    bmt.save_state(folder, model, step=1)
+    with pytest.raises(ValueError, match=r"name must not be 'manifest.json'.*Pass another name"):
+        bmt.save_state(folder, model, step=2, name="manifest.json")
+    assert bmt.load_state(folder, model).step == 1
+
+
+@pytest.mark.parametrize("name", ["complete.json", *in_full("manifest.json")])
+def test_added_files_with_names_of_checksums(world, tmp_path, name):
+    """The checkpoint would seem damaged."""
+    world(2)(with_added_checksums, str(tmp_path), name)
+
+
+def with_added_checksums(folder, name):
+    model = bmt.auto_wrap(torch.nn.Linear(2, 2))
+    with pytest.raises(RuntimeError, match=f"add has written {name} on rank 0.*Give the file another name"):
+        bmt.save_state(folder, model, step=1, add=lambda path: (path / name).write_text("{}"))
+    assert bmt.load_state(folder, model) is None
+
+
 def resumed_in_another_order(folder, kind, order):
     """The last loss, with and without a stop after which a group has its parameters in `order`."""
 

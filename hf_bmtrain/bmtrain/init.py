@@ -118,6 +118,8 @@ def init_distributed(
         ValueError: an argument other than `pipe_size` is out of range.
         ValueError: `gather` and `shard_over` do not work together.
         ValueError: `tp_size` is above 1, but `shard_over` is not "world".
+        ValueError: there are several ranks, and the environment variable HF_BMTRAIN_HANG_SECONDS is not a number above
+            0.
 
     Example::
 

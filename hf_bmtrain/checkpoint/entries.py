@@ -6,17 +6,19 @@ import copy
 import inspect
 import itertools
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import torch
 
 from ..engine.base.arguments import expect_kind, expect_module, expect_path
-from ..engine.base.torch_internals import WithoutTorchFunction
+from ..engine.base.torch_internals import WithoutTorchFunction, has_load_hooks, state_dict_hooks
 from ..engine.optim.adam import START_ANEW, AdamOptimizer
 from ..engine.optim.manager import OptimManager
-from ..engine.optim.state import check_keys, divide_state, full_state_of
+from ..engine.optim.state import FullState, check_keys, divide_state, full_state_of
 from ..engine.runtime.world import World
 from ..engine.sharding.parameter import DistributedParameter, is_part, is_read_only
 from ..engine.sharding.state_dict import unexpanded
@@ -415,6 +417,34 @@ def optimizer_entries(
     return sorted(entries, key=lambda entry: entry.spec.name), others
 
 
+def added_entries(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """Return the entries that an optimizer's `state_dict()` has beside "state" and "param_groups". Not collective.
+
+    A subclass may add them, or a hook of `state_dict`. Otherwise there are none, and `state_dict` is not called,
+    because it may convert the whole state.
+
+    optimizer: the optimizer.
+
+    Raises RuntimeError if an entry has a sharded tensor, because it is unknown to which parameter it belongs.
+    """
+    hooks = state_dict_hooks(optimizer)
+    plain = torch.optim.Optimizer.state_dict, AdamOptimizer.state_dict
+    adds = getattr(optimizer.state_dict, "__func__", None) not in plain
+    if hooks is None or not (adds or any(not isinstance(getattr(h, "__self__", None), FullState) for h in hooks)):
+        return {}
+    full_state: FullState | None = getattr(optimizer, "full_state", None)
+    with nullcontext() if full_state is None else full_state.local():
+        state_dict = optimizer.state_dict()
+    added = {name: value for name, value in state_dict.items() if name not in ("state", "param_groups")}
+    for name, value in added.items():
+        if _holds_local([*value.values()] if isinstance(value, Mapping) else value):
+            raise RuntimeError(
+                f"{type(optimizer).__name__} has sharded tensors in the entry '{name}' of its state_dict(), so "
+                "save_state cannot save it. Keep them in the state of their parameters, optimizer.state[parameter]."
+            )
+    return added
+
+
 def _holds_local(value: Any) -> bool:
     if isinstance(value, Sequence) and not isinstance(value, str):
         return any(map(_holds_local, value))
@@ -431,9 +461,10 @@ class LoadedState:
     3. Call `load`.
 
     For most optimizers, `target` returns temporary tensors, and nothing changes before `load`. The same is true of an
-    AdamOptimizer if `names` is empty.
+    AdamOptimizer if `names` is empty, if `added` is not, or if it has hooks of `load_state_dict`, which must get the
+    complete state.
 
-    For an AdamOptimizer with non-empty `names`, the present state is lost in step 1, even if `load` is never called.
+    For any other AdamOptimizer, the present state is lost in step 1, even if `load` is never called.
     The constructor discards it, loads the saved step counts and parameter groups, and allocates new state tensors.
     Then there are two cases:
 
@@ -450,6 +481,7 @@ class LoadedState:
         others: the rest of the saved state, such as step counts, as {parameter name: {key: value}}.
         groups: the saved parameter groups with their settings, one for each group of the optimizer, in the same order.
             Their "params" is not used.
+        added: the result of `added_entries` when the state was saved.
     """
 
     def __init__(
@@ -459,9 +491,10 @@ class LoadedState:
         names: list[tuple[str, str]],
         others: dict[str, dict[str, Any]],
         groups: list[dict[str, Any]],
+        added: Mapping[str, Any] = MappingProxyType({}),
     ) -> None:
         numbers = {name: number for number, name in enumerate(parameters)}
-        self._optimizer, self._parameters, self._numbers = optimizer, parameters, numbers
+        self._optimizer, self._parameters, self._numbers, self._added = optimizer, parameters, numbers, added
         # The order of parameters in a group may have changed since they were saved. So give the groups the indices of
         # the optimizer's own parameters, and assign the saved state to these indices by name.
         counts = itertools.count()
@@ -474,7 +507,7 @@ class LoadedState:
             self._groups.append({**settings, **own})
         self._state = {numbers[name]: dict(values) for name, values in others.items()}
         self._places: dict[torch.Tensor, dict[str, torch.Tensor]] = {}
-        if names and isinstance(optimizer, AdamOptimizer):
+        if names and isinstance(optimizer, AdamOptimizer) and not added and not has_load_hooks(optimizer):
             saved: dict[Any, set[str]] = {}
             for name, what in names:
                 saved.setdefault(parameters[name], set()).add(what)
@@ -511,7 +544,7 @@ class LoadedState:
 
     def load(self) -> None:
         """Load the saved state into the optimizer. Call this when all tensors from `target` have been filled."""
-        state = {"state": self._state, "param_groups": self._groups}
+        state = {**self._added, "state": self._state, "param_groups": self._groups}
         if not isinstance(self._optimizer, AdamOptimizer):
             for values in self._state.values():
                 # AdamOptimizer may have saved this state. If so, drop its residuals (differences between masters and

@@ -419,7 +419,8 @@ class _Loading:
             parameters, saved = named(optimizer, self._model), self._state["optimizers"][number]
             tensors = find_tensors(self._folder, file_base(number))
             names = [(name, what) for name, _, what in (key.rpartition(".") for key in tensors)]
-            state = LoadedState(optimizer, parameters, names, saved["others"], saved["groups"])
+            added = small_state.added_to(number, self._world, self._state)
+            state = LoadedState(optimizer, parameters, names, saved["others"], saved["groups"], added)
             for (name, what), (key, stored) in zip(names, tensors.items()):
                 _, first = saved_as(parameters[name])
                 self._wanted.append(Wanted(key, stored, first, state.target(name, what, stored.dtype)))

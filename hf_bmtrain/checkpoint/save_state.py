@@ -36,7 +36,7 @@ from .entries import (
     optimizers_of,
     was_trained,
 )
-from .folder import find, is_reserved, lock, prune, publish, stage, write_manifest
+from .folder import ADDED, find, is_reserved, lock, prune, publish, stage, write_manifest
 from .header import FilePlan, plan_files
 from .host_copy import HostMemory, Snapshot
 from .manifest import NAME as MANIFEST
@@ -107,14 +107,16 @@ def save_state(
             optimizer step, call `SavingState.wait`. The first call for a folder allocates host memory for this rank's
             values (page-locked if there is a GPU); later calls reuse it. Errors of the thread are raised on all ranks
             by `wait`, or by the next `save_state` or `load_state` for the folder.
-        name: the name of the checkpoint's folder, without a slash. It must not begin with "tmp-" or a dot, or contain
-            ".replaced-". None uses checkpoint-`step`. An older checkpoint with the same name is replaced. `load_state`
-            finds checkpoints of any name; the newest is the one saved last, whatever its name and step.
+        name: the name of the checkpoint's folder, without a slash. It must not begin with "tmp-" or a dot, contain
+            ".replaced-", or be "manifest.json". None uses checkpoint-`step`. An older checkpoint with the same name is
+            replaced. `load_state` finds checkpoints of any name; the newest is the one saved last, whatever its name
+            and step.
         add: a function that writes additional files of the checkpoint. It is called on every rank, with the path of an
             empty folder of that rank's own, before `save_state` returns (even with `non_blocking`). The files of all
             ranks become part of the checkpoint. If several ranks write files with the same name, only the file of the
             lowest rank is saved. A file is not saved if `save_state` itself writes a file with the same name, such as
-            config.json. The exception is manifest.json: saving fails if `add` writes a file with this name.
+            config.json. The exceptions are manifest.json and complete.json: saving fails if `add` writes a file with
+            one of these names.
 
     Returns:
         A `SavingState`, whose `folder` is the checkpoint's folder.
@@ -187,6 +189,11 @@ def _check_options(step: Any, keep: Any, trained_only: Any, non_blocking: Any, n
             raise ValueError(
                 f"name must not begin with 'tmp-' or a dot, or contain '.replaced-', got {name!r}. Folders with such "
                 "names are temporary, and are ignored or deleted"
+            )
+        if name == MANIFEST:
+            raise ValueError(
+                f"name must not be {MANIFEST!r}. load_state takes a folder that contains {MANIFEST} for a checkpoint, "
+                "so it would find no checkpoint in `folder` any more. Pass another name, or None"
             )
     if add is not None:
         expect_callable("add", add, "a function that takes the empty folder (a Path), or None")
@@ -493,7 +500,8 @@ class _Job:
     def _move_added(self, rank: int, chunks: dict[str, list[Any]]) -> None:
         """Move the additional files that the user's function has written on one rank into the checkpoint.
 
-        A file is deleted instead if the checkpoint already has a file with the same name.
+        A file is deleted instead if the checkpoint already has a file with the same name. Raises ValueError if a file
+        has the name of one in which checksums are stored, because the checkpoint would seem damaged.
 
         rank: the rank that has written the files.
         chunks: the chunks of the checkpoint's files with their checksums, by file name. This method adds the chunks of
@@ -502,6 +510,11 @@ class _Job:
         path = self.staging / f"pieces-added-{rank}.json"
         for name, some in json.loads(path.read_text()).items():
             target = self.staging / name
+            if name in (MANIFEST, ADDED):
+                raise ValueError(
+                    f"the function passed as add has written {name} on rank {rank}. The checksums of a checkpoint are "
+                    "read from a file of this name. Give the file another name"
+                )
             if not target.exists():
                 if target.parent != self.staging:
                     target.parent.mkdir(parents=True, exist_ok=True)

@@ -23,6 +23,7 @@ from ..engine.optim.manager import OptimManager
 from ..engine.runtime.launcher import seed_everything
 from ..engine.runtime.world import World
 from .entries import (
+    added_entries,
     check_groups,
     check_settings,
     groups_of,
@@ -65,16 +66,22 @@ def collect_own(
         extra: this rank's object that the user passed to `save_state`.
 
     Returns:
-        A dict. Under "rank", it contains this rank's random generators and `extra`. The other entries are the same on
-        every rank: parameter groups, step counts, schedulers, the loss scale, and similar values.
+        A dict. Under "rank", it contains this rank's random generators and `extra` and, if the `state_dict` of any
+        optimizer has entries beside "state" and "param_groups", these entries of each optimizer. The other values of
+        the dict are the same on every rank: parameter groups, step counts, schedulers, the loss scale, and the like.
     """
     # Call own_state first. The host may not know yet whether the previous step was skipped because of inf or nan.
     # own_state finds out and, if the step was not skipped, steps the schedulers, which set the learning rates collected
     # below.
     manager = optimizer.own_state() if isinstance(optimizer, OptimManager) else None
+    added = [added_entries(each) for each in optimizers_of(optimizer)]
     return _for_file(
         {
-            "rank": {"random": _random_state(world.device), "extra": extra},
+            "rank": {
+                "random": _random_state(world.device),
+                "extra": extra,
+                **({"optimizers": added} if any(added) else {}),
+            },
             "optimizers": [
                 {"kind": type(each).__name__, "groups": groups_of(each, model), "others": state}
                 for each, state in zip(optimizers_of(optimizer), others)
@@ -207,6 +214,21 @@ def restore(
     for name, values in ranks[world.rank]["buffers"].items() if buffers else ():
         write_full(targets[name], values)
     return ranks[world.rank]["extra"]
+
+
+def added_to(number: int, world: World, state: dict[str, Any]) -> dict[str, Any]:
+    """Return the entries that an optimizer's `state_dict` had beside "state" and "param_groups" when it was saved.
+
+    They follow the rule of `extra`: if the number of ranks has changed since then, every rank gets those of rank 0.
+
+    Args:
+        number: the index of the optimizer, from 0.
+        world: the ranks that train together.
+        state: the contents of `state.pt`, as `read` returns them.
+    """
+    ranks = state["ranks"]
+    mine = ranks[world.rank if len(ranks) == world.size else 0]
+    return mine["optimizers"][number] if "optimizers" in mine else {}
 
 
 def restore_features(world: World, model: torch.nn.Module, state: dict[str, Any]) -> None:

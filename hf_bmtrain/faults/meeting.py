@@ -38,13 +38,20 @@ def hang_seconds() -> float:
     """Return how many seconds ranks wait for another rank before a warning names that rank.
 
     This is the value of the environment variable HF_BMTRAIN_HANG_SECONDS, or 8 if it is not set. The waiting ranks
-    check once a second, so by default a rank is named within 10 s after it has stopped.
+    check once a second, so by default a rank is named within 10 s after it has stopped. Raises ValueError if the value
+    is not a number above 0.
     """
     given = os.environ.get("HF_BMTRAIN_HANG_SECONDS", "8")
     try:
-        return float(given)
+        seconds = float(given)
     except ValueError:
-        raise ValueError(f"HF_BMTRAIN_HANG_SECONDS must be a number of seconds, got {given!r}") from None
+        seconds = 0.0
+    if not seconds > 0:  # nan too
+        raise ValueError(
+            f"HF_BMTRAIN_HANG_SECONDS must be a number of seconds, got {given!r}. Set it to a number above 0, or "
+            "unset it"
+        )
+    return seconds
 
 
 def meet(rank: int, size: int, timeout: timedelta, init_method: str) -> TCPStore | None:

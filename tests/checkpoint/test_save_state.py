@@ -365,6 +365,86 @@ def test_names_that_would_be_deleted(world, tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+@on_ranks(2)
+def test_a_name_that_would_hide_all_checkpoints(folder):
+    """A folder that contains manifest.json is a checkpoint, and not a folder of checkpoints."""
+    model = bmt.auto_wrap(torch.nn.Linear(2, 2))
+    bmt.save_state(folder, model, step=1)
+    with pytest.raises(ValueError, match=r"name must not be 'manifest.json'.*Pass another name"):
+        bmt.save_state(folder, model, step=2, name="manifest.json")
+    assert bmt.load_state(folder, model).step == 1
+
+
+@pytest.mark.parametrize("name", ["complete.json", *in_full("manifest.json")])
+def test_added_files_with_names_of_checksums(world, tmp_path, name):
+    """The checkpoint would seem damaged."""
+    world(2)(with_added_checksums, str(tmp_path), name)
+
+
+def with_added_checksums(folder, name):
+    model = bmt.auto_wrap(torch.nn.Linear(2, 2))
+    with pytest.raises(RuntimeError, match=f"add has written {name} on rank 0.*Give the file another name"):
+        bmt.save_state(folder, model, step=1, add=lambda path: (path / name).write_text("{}"))
+    assert bmt.load_state(folder, model) is None
+
+
+def counting(kind, parameters):
+    """An optimizer whose state dict has entries of its own: a number, and a tensor of this rank."""
+
+    class Counting(bmt.optim.AdamOptimizer if kind == "adam" else torch.optim.SGD):
+        count, own = 0, None
+
+        def state_dict(self):
+            return {**super().state_dict(), "count": self.count, "nested": {"own": self.own}}
+
+        def load_state_dict(self, state_dict):
+            left = dict(state_dict)
+            self.count, self.own = left.pop("count"), left.pop("nested")["own"]
+            super().load_state_dict(left)
+
+    def add(optimizer, state_dict):
+        return {**state_dict, "count": optimizer.count, "nested": {"own": optimizer.own}}
+
+    def take(optimizer, state_dict):
+        assert len(state_dict["state"]) == len(optimizer.param_groups[0]["params"])
+        optimizer.count, optimizer.own = state_dict.pop("count"), state_dict.pop("nested")["own"]
+
+    if kind != "hooks":
+        return Counting(parameters, lr=0.01, **({} if kind == "adam" else {"momentum": 0.9}))
+    optimizer = bmt.optim.AdamOptimizer(parameters, lr=0.01)
+    optimizer.register_state_dict_post_hook(add)
+    optimizer.register_load_state_dict_pre_hook(take)
+    return optimizer
+
+
+def counted(folder, kind, saves):
+    """The entries and weights after two steps and, if `saves`, a third; otherwise after loading and the third."""
+    torch.manual_seed(0)
+    model = bmt.auto_wrap(torch.nn.Linear(5, 3), blocks=[])
+    optimizer = counting(kind, model.parameters())
+    for step in range(3):
+        if step == 2 and saves:
+            optimizer.count, optimizer.own = 2, torch.tensor([10 + bmt.rank()])
+            bmt.save_state(folder, model, optimizer, step=2)
+        if step == 2 and not saves:
+            bmt.load_state(folder, model, optimizer)
+        optimizer.zero_grad()
+        model(torch.ones(2, 5)).square().mean().backward()
+        optimizer.step()
+    weights = torch.cat([each.flatten() for each in model.state_dict().values()])
+    return optimizer.count, optimizer.own.tolist(), weights.tolist()
+
+
+@pytest.mark.parametrize("kind", ["adam", *in_full("sgd", "hooks")])
+@pytest.mark.parametrize(("saving", "loading"), [(2, 2), *rows_in_full([(1, 1), (2, 1), (1, 2)])])
+def test_own_entries_of_an_optimizer(world, tmp_path, saving, loading, kind):
+    """They follow the rule of `extra`: each rank gets its own or, on another number of ranks, those of rank 0."""
+    _, _, weights = world(saving)(counted, str(tmp_path), kind, True)[0]
+    for rank, (count, own, resumed) in enumerate(world(loading)(counted, str(tmp_path), kind, False)):
+        assert (count, own) == (2, [10 + rank if saving == loading else 10])
+        assert resumed == (weights if saving == loading else pytest.approx(weights))
+
+
 def resumed_in_another_order(folder, kind, order):
     """The last loss, with and without a stop after which a group has its parameters in `order`."""
 

@@ -36,9 +36,11 @@ def warnings(caplog, monkeypatch):
     return warnings
 
 
-def test_seconds_that_are_no_number(monkeypatch):
-    monkeypatch.setenv("HF_BMTRAIN_HANG_SECONDS", "10s")
-    with pytest.raises(ValueError, match="HF_BMTRAIN_HANG_SECONDS must be a number of seconds, got '10s'"):
+@pytest.mark.parametrize("given", ["10s", "", "0", "-1", "nan", "-inf"])
+def test_seconds_that_are_no_number(monkeypatch, given):
+    """With 0, rank 0 could not open its store; with nan, a warning would come at once and every second."""
+    monkeypatch.setenv("HF_BMTRAIN_HANG_SECONDS", given)
+    with pytest.raises(ValueError, match=f"HF_BMTRAIN_HANG_SECONDS must be a number of seconds, got '{given}'"):
         meeting.hang_seconds()
 
 

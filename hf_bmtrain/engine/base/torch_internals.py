@@ -25,7 +25,9 @@ The package also uses these private attributes, which cannot be aliased:
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -255,6 +257,50 @@ def has_wide_products(device: torch.device) -> bool:
 preserve_version: Any = torch.autograd._unsafe_preserve_version_counter
 """`with preserve_version(tensor)`: writes to the tensor do not increment its version counter. There is no public
 equivalent."""
+
+# -- optimizers -----------------------------------------------------------------------------------------------------
+
+
+def state_dict_hooks(optimizer: torch.optim.Optimizer) -> list[Callable[..., Any]] | None:
+    """Return the hooks that run at the end of `optimizer.state_dict()`. torch can register them, but not list them.
+
+    Returns None for a wrapper, such as Accelerate's, which has no hooks of its own because it does not call
+    `Optimizer.__init__`.
+    """
+    hooks = getattr(optimizer, "_optimizer_state_dict_post_hooks", None)
+    return None if hooks is None else list(hooks.values())
+
+
+def has_load_hooks(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether hooks that run at the beginning or end of `optimizer.load_state_dict()` are registered."""
+    return bool(optimizer._optimizer_load_state_dict_pre_hooks or optimizer._optimizer_load_state_dict_post_hooks)
+
+
+@contextlib.contextmanager
+def load_hooks(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Context manager that runs an optimizer's hooks of `load_state_dict` before and after the code inside it.
+
+    Inside, torch's `load_state_dict` does not run them. So a class can give torch only a part of the state, and its
+    hooks still get the complete state.
+
+    optimizer: the optimizer.
+    state_dict: the complete state. The value of the context manager is a copy of this dict, or what a hook returned.
+    """
+    before, after = optimizer._optimizer_load_state_dict_pre_hooks, optimizer._optimizer_load_state_dict_post_hooks
+    state_dict = state_dict.copy()  # as in torch, hooks may add or remove entries
+    for hook in list(before.values()):
+        result = hook(optimizer, state_dict)
+        state_dict = state_dict if result is None else result
+    optimizer._optimizer_load_state_dict_pre_hooks = OrderedDict()
+    optimizer._optimizer_load_state_dict_post_hooks = OrderedDict()
+    try:
+        yield state_dict
+    finally:
+        optimizer._optimizer_load_state_dict_pre_hooks = before
+        optimizer._optimizer_load_state_dict_post_hooks = after
+    for hook in list(after.values()):
+        hook(optimizer)
+
 
 # -- one operation on many tensors ----------------------------------------------------------------------------------
 # These functions, which torch's own optimizers use, take lists of tensors. Their public equivalents take one tensor.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
@@ -13,7 +14,7 @@ from typing import Any
 import torch
 
 from ..base.arguments import expect_callable, expect_flag, expect_kind, expect_number
-from ..base.torch_internals import WithoutTorchFunction
+from ..base.torch_internals import WithoutTorchFunction, load_hooks
 from ..ops.adam_step import Elements, Hyper, KernelSteps, TorchSteps, adam_steps, master_dtype
 from ..ops.eight_bits import Moments
 from ..ops.residual import Master
@@ -564,8 +565,11 @@ class AdamOptimizer(torch.optim.Optimizer):
         """
         check_state(state_dict)
         if "sliced" in state_dict:  # the state is a full one, from state_dict(gather=True)
-            return load_state(self, state_dict, current_world())
-        self._load(self._checked(state_dict), copied=True)
+            # A subclass that overrides this method must not be called again with the result.
+            load = functools.partial(AdamOptimizer.load_state_dict, self)
+            return load_state(self, state_dict, current_world(), load)
+        with load_hooks(self, state_dict) as complete:
+            self._load(self._checked(complete), copied=True)
 
     def take_state_dict(self, state_dict: dict) -> None:
         """Load this rank's state like `load_state_dict`, but without copying float32 tensors that are in host memory.
@@ -580,9 +584,13 @@ class AdamOptimizer(torch.optim.Optimizer):
 
         Args:
             state_dict: {"state": {index of a parameter, counted through all groups: {name: value}}, "param_groups": as
-                in torch}.
+                in torch}, and any entries that a subclass or a hook has added to the result of `state_dict`.
         """
-        self._load(self._checked(state_dict), copied=False)
+        if len(state_dict) > 2:  # only the `load_state_dict` of this subclass, or a hook, knows what they mean
+            self.load_state_dict(state_dict)
+        else:
+            with load_hooks(self, state_dict) as complete:
+                self._load(self._checked(complete), copied=False)
         # In the next step, the loaded masters of parameters in `_loaded` would prevail over the weights. Here the
         # weights must prevail: they are loaded separately, or must not change.
         self._loaded.clear()

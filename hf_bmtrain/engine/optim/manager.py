@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import weakref
 from collections.abc import Iterable
 from itertools import chain
@@ -127,6 +128,9 @@ class OptimManager:
         # was skipped, `_end_last_step` drops them: it sets each `.grad` that is still the same, unmodified tensor to
         # None. A `.grad` that was replaced or written since belongs to a later backward, and is kept.
         self._used: _Seen = {}
+        # The schedulers that have not advanced yet, because one of them raised an error. If `step` is repeated, it
+        # continues with them, and the optimizers, which have all made this step, do not make it twice.
+        self._due: list[Any] = []
         self._parameters: list[torch.nn.Parameter] = []  # the optimizers' parameters in the last step
         self._skips = SkippedSteps(max_skipped_steps)
         self._steps = 0  # the number of steps so far, including those that were skipped
@@ -189,8 +193,10 @@ class OptimManager:
                 skipped; or None. Do not call it yourself.
 
         Raises:
-            TypeError: `optimizer` has no `step()` or no `param_groups`, or `lr_scheduler` has no `step()`.
+            TypeError: `optimizer` has no `step()` or no `param_groups`, or `lr_scheduler` has no `step()`, or one that
+                needs arguments, as that of torch's ReduceLROnPlateau.
             ValueError: the optimizer was added before.
+            ValueError: the optimizer and one that was added before share a trainable parameter.
             ValueError: the optimizer was created before its model was sharded, so its steps would have no effect.
         """
         if isinstance(optimizer, type) or not all(hasattr(optimizer, name) for name in ("param_groups", "step")):
@@ -203,12 +209,29 @@ class OptimManager:
             )
         if lr_scheduler is not None and not callable(getattr(lr_scheduler, "step", None)):
             raise TypeError(f"lr_scheduler must have a step(), or be None, got type {type(lr_scheduler).__name__}")
+        if lr_scheduler is not None and _needs_arguments(lr_scheduler.step):
+            name = type(lr_scheduler).__name__
+            raise TypeError(
+                f"lr_scheduler must have a step() without arguments, but {name}.step needs arguments, which the "
+                "manager does not have. Add the optimizer without it, and call its step yourself, after manager.step()."
+            )
         stale = sum(getattr(p, "sharded_elsewhere", False) for group in optimizer.param_groups for p in group["params"])
         if stale:
             raise ValueError(
                 f"{stale} parameters of this {type(optimizer).__name__} were replaced when the model was "
                 "sharded. Create the optimizer after auto_wrap or CheckpointBlock, from model.parameters()."
             )
+        mine = {p for group in optimizer.param_groups for p in group["params"] if p.requires_grad}
+        for other in self.optimizers:
+            shared = [p for group in other.param_groups for p in group["params"] if p in mine]
+            if shared:
+                origin = getattr(shared[0], "origin", None)
+                name = f"a parameter of shape {tuple(shared[0].shape)}" if origin is None else origin.path
+                raise ValueError(
+                    f"optimizer: this {type(optimizer).__name__} and the {type(other).__name__} that was added before "
+                    f"share {name}{f' and {len(shared) - 1} more' if len(shared) > 1 else ''}. Its gradient "
+                    "could be divided by the loss scale twice. Give each parameter to one optimizer only."
+                )
         self.optimizers.append(optimizer)
         self.schedulers.append(lr_scheduler)
         if isinstance(optimizer, AdamOptimizer):
@@ -394,8 +417,8 @@ class OptimManager:
         Call `zero_grad` after each step. Otherwise the next `backward` adds its gradients to those of this step. (Only
         a skipped step drops its gradients itself.)
 
-        If the same optimizer raises an error on every rank, the program can call `step` again. The optimizers that have
-        already made this step do not make it twice.
+        If the same optimizer or scheduler raises an error on every rank, the program can call `step` again. The
+        optimizers and schedulers that have already made this step do not make it twice.
 
         Raises:
             RuntimeError: there is no optimizer.
@@ -412,6 +435,11 @@ class OptimManager:
             raise RuntimeError("OptimManager has no optimizer. Call add_optimizer first.")
         # 1. Complete the last step: advance its schedulers or, if it was skipped, drop its gradients.
         self._end_last_step()
+        if self._due:
+            used = self._used
+            self._advance_schedulers()
+            if all(p in used and _still(p, used[p]) is not None for o in self.optimizers for p in _with_gradient(o)):
+                return  # there is no new gradient, so this call repeats the step in which a scheduler raised an error
         if self._compared != len(self.optimizers):
             self._compare()
         # 2. Search all gradients for inf and nan, except those that `clip_grad_norm` has searched already.
@@ -545,6 +573,7 @@ class OptimManager:
         self._checked.clear()
         self._found_inf.zero_()
         self._updated.clear()
+        self._due = []
 
     # -- checkpoints --------------------------------------------------------------------------------------------
 
@@ -710,6 +739,7 @@ class OptimManager:
         self._clean_steps.fill_(state["clean_steps"])
         self._skips.start_anew()  # steps that were skipped before the loading do not count from here on
         self._updated.clear()  # a step that failed before the loading is not continued after it
+        self._due = []
 
     # -- the end of the last step -------------------------------------------------------------------------------
 
@@ -740,9 +770,15 @@ class OptimManager:
             scale = None if self._scale is None else self.loss_scale
             self._skips.report(self._steps, self, self._parameters, scale, self._bounds[0])
             return
-        for scheduler in self.schedulers:
-            if scheduler is not None:
-                scheduler.step()
+        self._used = used  # by which a repeated `step` finds out that there is no new gradient
+        self._due = [scheduler for scheduler in self.schedulers if scheduler is not None]
+        self._advance_schedulers()
+
+    def _advance_schedulers(self) -> None:
+        while self._due:
+            self._due[0].step()
+            del self._due[0]
+        self._used = {}
 
     def _last_gradients(self) -> list[torch.Tensor | None]:
         """Return the gradients that the last step used, in the order of the parameters that the optimizers then had.
@@ -787,6 +823,17 @@ def _still(parameter: torch.nn.Parameter, seen: tuple[weakref.ref[torch.Tensor],
 
 def _expect_positive(name: str, value: Any, more: str = "") -> None:
     expect_number(name, value, f"finite and positive{more}", lambda number: 0 < number < float("inf"))
+
+
+def _needs_arguments(function: Any) -> bool:
+    """Return whether a function cannot be called without arguments. False if its signature is unknown."""
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):
+        return False
+    return any(
+        p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in signature.parameters.values()
+    )
 
 
 def _check_clipping(param_groups: Any, max_norm: Any, norm_type: Any, eps: Any) -> None:
@@ -907,7 +954,7 @@ def global_norm(parameters: list, order: float, communicator: Communicator, devi
         all_reduce_largest(communicator, sharded)
         return torch.maximum(sharded, own)[0]
     communicator.all_reduce(sharded).wait()
-    return sharded.add_(own)[0].pow(1.0 / order)
+    return (sharded + own)[0].pow(1.0 / order)  # either of them may be float64
 
 
 def _squares(parameters: list, order: float, device: torch.device) -> torch.Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from itertools import chain
 from typing import Any
@@ -20,6 +20,8 @@ from ..tensors.tensor import ShardTensor
 from .runs import stored_numel
 
 _log_once = functools.cache(logging.getLogger("hf_bmtrain").warning)
+_KNOWN = ("state", "param_groups", "rank", "world_size", "shard", "sliced")
+"""The entries of the result of `save_state`. An optimizer's own `state_dict` may add others."""
 _QUANTIZED = "__bnb_optimizer_quant_state__"
 _BLOCKWISE = {"absmax1", "absmax2", "qmap1", "qmap2"}
 """The names of scales and lookup tables in the state of other packages' 8-bit optimizers.
@@ -51,6 +53,7 @@ def save_state(optimizer: torch.optim.Optimizer, world: World, gather: bool) -> 
     with nullcontext() if full_state is None else full_state.local():
         state = optimizer.state_dict()
     check_keys(optimizer, state["state"])
+    state = {name: _copy(value) for name, value in state.items()}
     state = {**state, "state": {key: _with_quantized(values) for key, values in state["state"].items()}}
     if gather:
         full, sharded = _gather(optimizer, state, world, keep=world.rank == 0)
@@ -96,13 +99,19 @@ def check_state(state_dict: Any) -> None:
         )
 
 
-def load_state(optimizer: torch.optim.Optimizer, saved: dict[str, Any], world: World) -> None:
+def load_state(
+    optimizer: torch.optim.Optimizer,
+    saved: dict[str, Any],
+    world: World,
+    load: Callable[[dict[str, Any]], None] | None = None,
+) -> None:
     """Load a state that `save_state` returned. Collective: every rank must call it.
 
     Args:
         optimizer: the optimizer.
         saved: this rank's own state; or, on every rank, the full state, from which this rank copies its elements.
         world: the ranks over which the parameters are sharded.
+        load: the function that loads this rank's elements; None for the optimizer's `load_state_dict`.
 
     Raises:
         ValueError: the state was saved for different parameters.
@@ -111,11 +120,10 @@ def load_state(optimizer: torch.optim.Optimizer, saved: dict[str, Any], world: W
         RuntimeError: the ranks pass different full states, or own states with different settings.
     """
     state: States = saved["state"]
-    own = () if "sliced" in saved else ("state", "rank", "shard")
+    # Of a rank's own state, compare only the settings: entries that the optimizer has added may differ between ranks.
+    same = saved if "sliced" in saved else {name: saved[name] for name in ("param_groups", "world_size")}
     if world.size > 1:
-        world.check_same_on_all_ranks(
-            "load_state_dict", contents({name: value for name, value in saved.items() if name not in own})
-        )
+        world.check_same_on_all_ranks("load_state_dict", contents(same))
     if "sliced" in saved:
         parameters = _by_key(optimizer, saved)
         state = {key: dict(values) for key, values in state.items()}
@@ -128,7 +136,8 @@ def load_state(optimizer: torch.optim.Optimizer, saved: dict[str, Any], world: W
         if problem is not None:
             raise ValueError(problem)
     full_state_of(optimizer)  # register its hook, so that `state_dict` gathers this state even before the first step
-    optimizer.load_state_dict({"state": state, "param_groups": saved["param_groups"]})
+    added = {name: value for name, value in saved.items() if name not in _KNOWN}
+    (load or optimizer.load_state_dict)({**added, "state": state, "param_groups": saved["param_groups"]})
     for values in optimizer.state.values() if "sliced" in saved else ():
         for name, value in values.items():
             if isinstance(value, ShardTensor) and value.part.untyped_storage().nbytes() > value.part.nbytes:

@@ -642,6 +642,38 @@ def test_entries_of_other_code_are_loaded(kind, how):
         assert_others_are_kept(optimizer, slow)
 
 
+@on_ranks(2, full=(1,))
+@pytest.mark.parametrize("how", ["own", *in_full("gathered", "checkpoint")])
+def test_hooks_get_the_complete_state(folder, how):
+    """As those of torch: before, they may change what is loaded; after, the state is there. They run once."""
+    model = bmt.auto_wrap(Tower())
+    optimizer = bmt.optim.AdamOptimizer(model.parameters(), **SETTINGS)
+    model(ids(0, bmt.rank())).backward()
+    optimizer.step()
+    parameters, seen = optimizer.param_groups[0]["params"], []
+
+    def before(optimizer, state_dict):
+        seen.append([sorted(values) for values in state_dict["state"].values()])
+        state = {key: {**values, "step": torch.tensor(5.0)} for key, values in state_dict["state"].items()}
+        return {**state_dict, "state": state}
+
+    def after(optimizer):
+        seen.append([sorted(optimizer.state[p]) for p in parameters])
+
+    optimizer.register_load_state_dict_pre_hook(before)
+    optimizer.register_load_state_dict_post_hook(after)
+    if how == "checkpoint":
+        bmt.save_state(folder, model, optimizer, step=1)
+        bmt.load_state(folder, model, optimizer)
+    else:
+        state = optimizer.state_dict(gather=how == "gathered")
+        optimizer.load_state_dict(current_world().control.broadcast_object(state) if how == "gathered" else state)
+    assert seen == [[["exp_avg", "exp_avg_sq", "step"]] * len(parameters)] * 2
+    model(ids(1, bmt.rank())).backward()
+    optimizer.step()
+    assert {float(optimizer.state[p]["step"]) for p in parameters} == {6.0}
+
+
 @on_ranks(1)
 def test_a_state_of_another_class_changes_nothing():
     """Entries that AdamOptimizer does not know come from other code only beside its own."""

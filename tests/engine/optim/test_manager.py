@@ -427,6 +427,33 @@ def test_a_step_that_raised_can_be_repeated(first, second, loss_scale):
 
 
 @on_ranks(1)
+@pytest.mark.parametrize(
+    ("then", "weight", "calls"),
+    [("again", -1.0, [1, 2, 1]), *rows_in_full([("new gradients", -2.0, [2, 3, 2]), ("load", -2.0, [2, 2, 1])])],
+)
+def test_a_step_whose_scheduler_raised_can_be_repeated(then, weight, calls):
+    """No optimizer uses its gradients twice, and the schedulers after the one that raised still step."""
+    parts = [torch.nn.Parameter(torch.zeros(2)) for _ in range(3)]
+    schedulers = [mock.Mock(**{"state_dict.return_value": {}}) for _ in parts]
+    manager = bmt.optim.OptimManager(loss_scale=8.0)
+    for part, scheduler in zip(parts, schedulers):
+        manager.add_optimizer(torch.optim.SGD([part], lr=1.0), scheduler)
+    state = manager.state_dict()
+    schedulers[1].step.side_effect = [ValueError("a bad table"), None, None]
+    manager.backward(sum(part.sum() for part in parts))
+    with pytest.raises(ValueError, match="a bad table"):
+        manager.step()
+    assert [scheduler.step.call_count for scheduler in schedulers] == [1, 1, 0]
+    if then == "load":  # what has failed before is not continued
+        manager.load_state_dict(state)
+    for part in parts if then != "again" else ():
+        part.grad = torch.full_like(part, 8.0)
+    manager.step()
+    assert [part.tolist() for part in parts] == [[weight] * 2] * 3
+    assert [scheduler.step.call_count for scheduler in schedulers] == calls
+
+
+@on_ranks(1)
 def test_a_step_that_failed_before_a_load_is_not_continued():
     """Both optimizers step: the update of the first, before the error, was undone by the load."""
     parts = [torch.nn.Parameter(torch.zeros(2)) for _ in range(2)]
@@ -511,7 +538,17 @@ def test_a_group_that_is_added_after_a_skipped_step(zeroed):
 
 @on_ranks(1)
 def test_misuse():
-    _, optimizer, manager, _ = make()
+    model, optimizer, manager, _ = make()
+    shared, ordinary = list(model.parameters())[1], torch.nn.Parameter(torch.zeros(2, 3))
+    manager.add_optimizer(torch.optim.SGD([ordinary], lr=0.1))
+    for parameter, name in (shared, shared.origin.path), (ordinary, r"a parameter of shape \(2, 3\)"):
+        other = torch.optim.SGD([torch.nn.Parameter(torch.zeros(2)), parameter], lr=0.1)
+        with pytest.raises(ValueError, match=rf"that was added before share {name}\. .*Give each parameter to one"):
+            manager.add_optimizer(other)
+    other = torch.optim.SGD([torch.nn.Parameter(torch.zeros(2))], lr=0.1)
+    with pytest.raises(TypeError, match=r"ReduceLROnPlateau.step needs arguments.* call its step yourself"):
+        manager.add_optimizer(other, torch.optim.lr_scheduler.ReduceLROnPlateau(other))
+    assert len(manager.optimizers) == len(manager.schedulers) == 2
     with pytest.raises(ValueError, match="needs the loss"):
         manager.backward()
     with pytest.raises(ValueError, match="norm_type"):
@@ -553,6 +590,23 @@ def test_norms_of_float64(norm_type):
     norm = manager.clip_grad_norm(optimizer.param_groups, 1.0, norm_type=norm_type)
     expected = torch.nn.utils.clip_grad_norm_(twin.parameters(), 1.0, norm_type)
     torch.testing.assert_close(torch.as_tensor(norm, dtype=torch.float64), expected, rtol=1e-6, atol=0)  # float32
+
+
+@on_ranks(2, full=(1,))
+@pytest.mark.parametrize("norm_type", [3.0, *in_full(1.0, 2.0, float("inf"))])
+def test_norms_of_float64_beside_sharded_float32(norm_type):
+    """The third power of 1e16 is inf in float32, so that the step was skipped."""
+    model, ordinary = bmt.auto_wrap(torch.nn.Linear(3, 1), blocks=[]), torch.nn.Parameter(torch.zeros(2).double())
+    optimizer, manager = torch.optim.SGD([*model.parameters(), ordinary], lr=1.0), bmt.optim.OptimManager()
+    manager.add_optimizer(optimizer)
+    ordinary.grad = torch.tensor([3e16, -4e16]).double()
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    norm = manager.clip_grad_norm(optimizer.param_groups, 1.0, norm_type=norm_type)
+    assert norm.dtype == torch.float32 and norm.item() == pytest.approx(ordinary.grad.norm(norm_type).item())
+    manager.step()
+    expected = torch.tensor([-3e16, 4e16]).double()
+    torch.testing.assert_close(ordinary.detach(), expected / expected.norm(norm_type))
 
 
 @on_ranks(1)

@@ -11,6 +11,7 @@ from accelerate import Accelerator
 import hf_bmtrain as bmt
 from cases import in_full, pairwise
 from ranks import Ranks, on_ranks
+from state_dicts import check_equal
 from twins import Tower, ids
 
 OPTIMIZERS = {
@@ -125,6 +126,42 @@ def test_states_that_are_no_tensor_of_a_parameter(folder):
     steps(again, resumed)
     for name, value in model.state_dict().items():
         assert torch.equal(again.state_dict()[name], value), name
+
+
+@pytest.mark.parametrize("kind", ["ours", *in_full("adamw")])
+@pytest.mark.parametrize("gather_opt", [False, *in_full(True)])
+@on_ranks(2, full=(1,))
+def test_own_entries_of_an_optimizer(kind, gather_opt):
+    """A subclass saves and loads them: each rank its own or, gathered, those of rank 0."""
+
+    class Counting(bmt.optim.AdamOptimizer if kind == "ours" else torch.optim.AdamW):
+        def state_dict(self, *gather):
+            return {**super().state_dict(*gather), "own": self.own}
+
+        def load_state_dict(self, state_dict):
+            left = dict(state_dict)
+            self.own = left.pop("own")
+            super().load_state_dict(left)
+
+    model, manager = bmt.auto_wrap(Tower()), bmt.optim.OptimManager()
+    optimizer = Counting(model.parameters(), lr=0.01)
+    manager.add_optimizer(optimizer)
+    optimizer.own = torch.tensor([bmt.rank()])
+    run(model, manager, range(1))
+    state = manager.state_dict(gather_opt=gather_opt)
+    weights, whole = model.state_dict(), optimizer.state_dict(True) if kind == "ours" else None
+    optimizer.own.fill_(7)
+    if gather_opt:
+        state, whole = map(bmt.current_world().control.broadcast_object, (state, whole))
+    run(model, manager, range(1, 3))
+    expected = model.state_dict()
+    manager.load_state_dict(state)
+    assert optimizer.own.tolist() == [0 if gather_opt else bmt.rank()]
+    if gather_opt and kind == "ours":
+        optimizer.load_state_dict(whole)
+    model.load_state_dict(weights)
+    run(model, manager, range(1, 3))
+    check_equal(model.state_dict(), expected)
 
 
 def unsealed(state):

@@ -400,6 +400,13 @@ class OwnSum(OwnMean):
         return losses[chosen].sum() / kwargs["num_items_in_batch"] if chosen.any() else losses.sum() * 0
 
 
+class OwnCopied(OwnMean):
+    """A sum over the labels, divided by a copy of the number, of which torch tells nothing by `__torch_function__`."""
+
+    def reduce(self, losses, labels, kwargs):
+        return losses.sum() / losses.new_tensor(kwargs["num_items_in_batch"])
+
+
 class MeanForCausalLM(transformers.LlamaForCausalLM):
     """A subclass that replaces the loss."""
 
@@ -575,6 +582,9 @@ USAGES: dict[str, Usage] = {
     "own model, a mean, no row left": Usage(own(OwnMean), "class", STEPS, rows=18),
     "own model, names the count": Usage(own(IgnoresCount), "class", STEPS),
     "own model, some ranks use the count": Usage(own(OwnSum), "class", {**STEPS, "per_device_train_batch_size": 4}),
+    "own model, divides by a copy of the count": Usage(
+        own(OwnCopied), "class", {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2}
+    ),
     "own model, subclass with another loss": Usage(own(MeanForCausalLM), "ids", STEPS),
     "own loss_function, a mean": Usage(llama_with(mean_over_labels), "ids", STEPS),
     "own loss_function, a sum": Usage(llama_with(sum_over_labels), "ids", STEPS),

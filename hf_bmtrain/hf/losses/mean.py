@@ -18,7 +18,7 @@ import transformers
 
 from ...engine.runtime.world import current_world
 from ...engine.wrap.accelerator import ranks_per_row
-from .count_use import CopiesCount, CountUse, hide_from_blocks
+from .count_use import CountUse, hide_from_blocks
 from .hooks import (
     COUNT,
     base_of,
@@ -180,8 +180,7 @@ class _Forward:
             self.ignored = True
         elif package_of(function) != "transformers":
             self.observed, kwargs[COUNT] = True, self._use.observed(kwargs[COUNT])
-            with CopiesCount():
-                loss = function(*args, **kwargs)
+            loss = function(*args, **kwargs)
             self.ignored = not self._use.seen
             return loss
         elif not names & {COUNT, "fixed_cross_entropy"}:
@@ -217,8 +216,7 @@ class _ObservedFunction:
     def __call__(self, outputs: Any, labels: Any, num_items_in_batch: Any = None) -> Any:
         if num_items_in_batch is None:
             return self.function(outputs, labels, num_items_in_batch=None)
-        with CopiesCount():
-            loss = self.function(outputs, labels, num_items_in_batch=self._use.observed(num_items_in_batch))
+        loss = self.function(outputs, labels, num_items_in_batch=self._use.observed(num_items_in_batch))
         return self._correct(loss, {"labels": labels}, not self._use.seen, observed=True)
 
 

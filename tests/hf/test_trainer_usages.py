@@ -27,6 +27,7 @@ IN_FULL = (
     "masked mean of one's own", "loss by label, no row left", "loss by label, counted, no row left",
     "own model, a mean, no row left", "own model, names the count", "own model, some ranks use the count",
     "own model, subclass with another loss", "own model, divides by a copy of the count",
+    "own model, shifted labels, no row left", "shifted labels, no row left", "shifted labels",
     "own loss_function, a sum", "compute_loss_func, a sum",
     "regression to -100", "segmentation", "segmentation, one class", "classes of allowed tokens",
     "tokens and order of sentences", "token classes, a rank without any", "compute_loss_func, a mean, no row left",

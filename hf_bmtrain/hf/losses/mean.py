@@ -250,8 +250,8 @@ class _Correction:
 
         Args:
             loss: the loss of this rank.
-            given: the keyword arguments of the forward, of which "labels" and "attention_mask" tell which labels count.
-                If the labels are not a tensor, the loss is returned unchanged.
+            given: the keyword arguments of the forward, of which "labels" (or "shift_labels") and "attention_mask" tell
+                which labels count. If the labels are not a tensor, the loss is returned unchanged.
             ignored: whether the loss is a mean, because its computation ignores `num_items_in_batch`.
             observed: whether `ignored` was observed on this rank, and may be different on other ranks, for example on a
                 rank without labels. The loss is treated as a mean only if every rank has ignored `num_items_in_batch`.
@@ -272,9 +272,12 @@ class _Correction:
                 "the number of ranks as Trainer does with average_tokens_across_devices=True", self._name,
             )  # fmt: skip
             self._told = True
+        shifted = isinstance(given.get("shift_labels"), torch.Tensor)
+        if shifted:  # as in Trainer's own count of labels
+            given = {**given, "labels": given["shift_labels"]}
         counted = counted_labels(model, given, observed)
         assert counted is not None
-        if getattr(trainer, "_loss_shifts_labels", False):  # the first label does not count: no token predicts it
+        if not shifted and getattr(trainer, "_loss_shifts_labels", False):  # the first label does not count: no token predicts it
             counted = counted[..., 1:]
         if of_rows:
             counted = counted.flatten(1).any(1)

@@ -118,6 +118,7 @@ class SharedRows:
             self._configs += [each.config for each in attentions if each.config not in self._configs]
             hook = functools.partial(self._before_layer, attentions)
             layer.register_forward_pre_hook(hook, with_kwargs=True)
+        trunk.register_forward_pre_hook(self._before_trunk, with_kwargs=True)
         if sets_shape(trunk):
             layers[-1].register_forward_hook(self._after_last_layer)
         # If the trunk is the outermost module, it also has the hook `_after_forward`, which must run after this one.
@@ -241,6 +242,30 @@ class SharedRows:
             )
 
     # -- blocks -------------------------------------------------------------------------------------------------
+
+    @disable_compiler
+    def _before_trunk(self, trunk: torch.nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict] | None:
+        """Select this rank's tokens in what `trunk`, the module that calls the blocks, adds between the blocks.
+
+        This is the "deepstack" of models such as Qwen3-VL: after each of the first blocks, the trunk adds features of
+        images to the hidden states of the image tokens. These hidden states have only this rank's tokens.
+        """
+        parts = self._active
+        names = [name for name, value in kwargs.items() if "deepstack" in name and value is not None]
+        if parts is None or not names:
+            return None
+        mask, features = kwargs.get("visual_pos_masks"), kwargs.get("deepstack_visual_embeds")
+        if names != ["deepstack_visual_embeds"] or mask is None or tuple(mask.shape) != (self._rows, parts.length):
+            raise NotImplementedError(
+                f"sequence_parallel: {type(trunk).__name__} was called with {', '.join(names)}, which it adds to the "
+                "hidden states of all tokens between its blocks, but each rank has only a part of the tokens. Call the "
+                "model without images, or wrap it without sequence_parallel."
+            )
+        own = torch.zeros_like(mask)
+        parts.take(own, 1).copy_(parts.take(mask, 1))
+        kept = own[mask]  # for each feature, whether its token is one of this rank's
+        features = [each[kept.to(each.device)] for each in features]
+        return args, {**kwargs, "visual_pos_masks": parts.take(mask, 1), "deepstack_visual_embeds": features}
 
     @disable_compiler
     def _before_layer(

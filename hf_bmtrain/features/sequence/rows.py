@@ -129,7 +129,7 @@ class SharedRows:
     @disable_compiler  # torch.compile must not trace the hooks if the user compiles the model
     def _before_forward(self, model: torch.nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict]:
         base: Any = model.get_base_model() if hasattr(model, "get_base_model") else model  # pyright: ignore
-        given = _by_name(model, args, kwargs)
+        given = _by_name(model, base, args, kwargs)
         row = next((given[name] for name in ("input_ids", "inputs_embeds") if given.get(name) is not None), None)
         if row is None or row.dim() < 2:
             raise NotImplementedError(
@@ -435,9 +435,15 @@ def _without(output: Any, name: str) -> Any:
     return made
 
 
-def _by_name(model: torch.nn.Module, args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Return the arguments of a forward of `model` as {name: value}, including those that are given by position."""
+def _by_name(model: torch.nn.Module, base: Any, args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Return the arguments of a forward of `model` as {name: value}, including those that are given by position.
+
+    base: the model, without PEFT's wrapper.
+    """
     signature = inspect.signature(model.forward)
+    # A PeftModel without a task type has only *args, which it passes on to the model inside.
+    if any(each.kind is each.VAR_POSITIONAL for each in signature.parameters.values()):
+        signature = inspect.signature(base.forward)
     given = dict(signature.bind_partial(*args, **kwargs).arguments)
     for name, parameter in signature.parameters.items():
         if parameter.kind is parameter.VAR_KEYWORD:

@@ -301,7 +301,7 @@ class Unusual(Layer):
 @pytest.mark.parametrize("kind", UNUSUAL)
 @pytest.mark.parametrize("use_checkpoint", [True, False])
 @on_ranks(2)
-def test_buffers_of_unusual_layouts_and_dtypes(kind, use_checkpoint):
+def test_buffers_of_unusual_layouts_and_dtypes(kind, use_checkpoint, folder):
     def make(factor):
         model = Tower()
         model.layers[1] = Unusual(kind, factor)
@@ -311,8 +311,12 @@ def test_buffers_of_unusual_layouts_and_dtypes(kind, use_checkpoint):
     model, twin = bmt.auto_wrap(seeded(make, 2.0 + bmt.rank())(), use_checkpoint=use_checkpoint), first()
     for step in range(2):
         compare_backward(model, twin, tower_loss, step)
-    found = model.state_dict()["layers.1.table"].to_dense()
-    assert bmt.rank() != 0 or found.dtype == twin.state_dict()["layers.1.table"].to_dense().dtype
+    bmt.save(model, f"{folder}/model.pt")
+    found = torch.load(f"{folder}/model.pt", weights_only=True)["layers.1.table"]
+    expected = twin.layers[1].table
+    assert found.layout == expected.layout and found.dtype == expected.dtype
+    with pytest.raises(ValueError, match=f"layers.1.table {'has layout' if 'torch.sparse' in str(found.layout) else 'is'}"):
+        bmt.save_state(f"{folder}/state", model)
 
 
 class Mixed(Layer):

@@ -281,7 +281,8 @@ def divide_in_stack(total, count):
     "function",
     [
         divide, divide_by_copy, divide_by_number, divide_by_item, pass_on, fused, ignore, divide_by_new_tensor,
-        divide_by_cast, divide_by_its_like, divide_by_filled, divide_by_stored, divide_by_array, divide_in_stack, compiled(divide), compiled(divide_by_copy), compiled(pass_on),
+        divide_by_cast, divide_by_its_like, divide_by_filled, divide_by_stored, divide_by_array, divide_in_stack,
+        compiled(divide), compiled(divide_by_copy), compiled(pass_on),
         compiled_ignore,
     ],
 )  # fmt: skip

@@ -432,7 +432,8 @@ class ShiftedForCausalLM(transformers.LlamaForCausalLM):
 def own(cls: Any) -> Callable[[], torch.nn.Module]:
     def make() -> torch.nn.Module:
         torch.manual_seed(0)
-        return cls(llama().config if issubclass(cls, transformers.LlamaForCausalLM) else transformers.BertConfig(**BERT))
+        causal = issubclass(cls, transformers.LlamaForCausalLM)
+        return cls(llama().config if causal else transformers.BertConfig(**BERT))
 
     return make
 

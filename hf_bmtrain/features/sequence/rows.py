@@ -255,7 +255,8 @@ class SharedRows:
         if parts is None or not names:
             return None
         mask, features = kwargs.get("visual_pos_masks"), kwargs.get("deepstack_visual_embeds")
-        if names != ["deepstack_visual_embeds"] or mask is None or tuple(mask.shape) != (self._rows, parts.length):
+        known = names == ["deepstack_visual_embeds"] and mask is not None
+        if features is None or not known or tuple(mask.shape) != (self._rows, parts.length):
             raise NotImplementedError(
                 f"sequence_parallel: {type(trunk).__name__} was called with {', '.join(names)}, which it adds to the "
                 "hidden states of all tokens between its blocks, but each rank has only a part of the tokens. Call the "

@@ -20,8 +20,8 @@ COUNT = "num_items_in_batch"
 IGNORED = -100
 """The label that losses ignore by default."""
 LABELS = ("labels", "shift_labels")
-"""Names of arguments with labels. If a batch has both, losses and Trainer's count use `shift_labels`: each of them is the
-label of the logits at its own position."""
+"""Names of arguments with labels. If a batch has both, losses and Trainer's count of labels use `shift_labels`: each of
+them is the label of the logits at its own position."""
 _HOOKS = "_bmt_loss_hooks"
 """Name of an attribute of the base model (the model without PEFT's wrapper). Its value is a list with a pair for each
 Trainer of the model, oldest first: (weak reference to the Trainer, the handles of its hooks)."""

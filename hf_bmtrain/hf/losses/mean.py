@@ -277,7 +277,8 @@ class _Correction:
             given = {**given, "labels": given["shift_labels"]}
         counted = counted_labels(model, given, observed)
         assert counted is not None
-        if not shifted and getattr(trainer, "_loss_shifts_labels", False):  # the first label does not count: no token predicts it
+        # Without shift_labels, the first label of a row does not count, because no token predicts it.
+        if not shifted and getattr(trainer, "_loss_shifts_labels", False):
             counted = counted[..., 1:]
         if of_rows:
             counted = counted.flatten(1).any(1)

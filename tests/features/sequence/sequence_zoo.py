@@ -41,7 +41,10 @@ def widened(model: Any) -> Any:
 
 
 def outcome(name: str, share: int = 2) -> str:
-    """Train with `share` ranks a row. Return "equal", or why the family is refused. Raises AssertionError if it differs. Collective."""
+    """Train with `share` ranks a row. Return "equal", or why the family is refused.
+
+    Raises AssertionError if it differs. Collective.
+    """
     family = FAMILIES[name]
     if family.missing:
         return "missing"

@@ -254,9 +254,8 @@ class SharedRows:
         names = [name for name, value in kwargs.items() if "deepstack" in name and value is not None]
         if parts is None or not names:
             return None
-        mask, features = kwargs.get("visual_pos_masks"), kwargs.get("deepstack_visual_embeds")
-        known = names == ["deepstack_visual_embeds"] and mask is not None
-        if features is None or not known or tuple(mask.shape) != (self._rows, parts.length):
+        mask: Any = kwargs.get("visual_pos_masks")
+        if names != ["deepstack_visual_embeds"] or mask is None or tuple(mask.shape) != (self._rows, parts.length):
             raise NotImplementedError(
                 f"sequence_parallel: {type(trunk).__name__} was called with {', '.join(names)}, which it adds to the "
                 "hidden states of all tokens between its blocks, but each rank has only a part of the tokens. Call the "
@@ -265,7 +264,7 @@ class SharedRows:
         own = torch.zeros_like(mask)
         parts.take(own, 1).copy_(parts.take(mask, 1))
         kept = own[mask]  # for each feature, whether its token is one of this rank's
-        features = [each[kept.to(each.device)] for each in features]
+        features = [each[kept.to(each.device)] for each in kwargs["deepstack_visual_embeds"]]
         return args, {**kwargs, "visual_pos_masks": parts.take(mask, 1), "deepstack_visual_embeds": features}
 
     @disable_compiler

@@ -220,6 +220,11 @@ def write_full(target: torch.Tensor, values: torch.Tensor) -> None:
 
 
 def _full(name: str, tensor: torch.Tensor) -> Entry:
+    if tensor.layout is not torch.strided:
+        raise ValueError(
+            f"{name} has layout {tensor.layout}, which safetensors files do not support. Convert it with to_dense(), "
+            "or register it as a non-persistent buffer."
+        )
     part = tensor.detach().contiguous().view(-1)
     return Entry(TensorSpec(name, tensor.dtype, tuple(tensor.shape)), 0, part, False)
 

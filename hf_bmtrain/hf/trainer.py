@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from pathlib import Path
 from typing import Any
 
@@ -46,11 +47,20 @@ class TrainerMixin:
     model: Any
 
     def __init__(self, *args: Any, callbacks: list | None = None, **kwargs: Any) -> None:
+        # Trainers of transformers also take their callbacks by position, behind the arguments before them.
+        names = [*inspect.signature(super().__init__).parameters]
+        place = names.index("callbacks") if "callbacks" in names else len(args)
+        by_position = callbacks is None and place < len(args)
+        callbacks = args[place] if by_position else callbacks
         expect_kind("callbacks", callbacks, (list, tuple, type(None)), "a list of callbacks, or None")
         callbacks = list(callbacks or [])
         if not any(isinstance(callback, BMTrainCallback) or callback is BMTrainCallback for callback in callbacks):
             callbacks.append(BMTrainCallback())
-        super().__init__(*args, callbacks=callbacks, **kwargs)  # pyright: ignore[reportCallIssue]
+        if by_position:
+            args = *args[:place], callbacks, *args[place + 1 :]
+        else:
+            kwargs["callbacks"] = callbacks
+        super().__init__(*args, **kwargs)
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
         """Train the model. Collective: every rank must call it.

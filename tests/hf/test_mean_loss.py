@@ -13,7 +13,7 @@ from trainer_usages import OwnMean, Rows, bert, collate, ctc, electra, llama, me
 import hf_bmtrain as bmt
 import jobs
 from cases import full, in_full
-from hf_bmtrain.hf.losses.count_use import CopiesCount, CountUse
+from hf_bmtrain.hf.losses.count_use import CountUse
 from hf_bmtrain.hf.losses.hooks import counted_labels
 from log_lines import log_lines
 from tiny_models import build
@@ -250,6 +250,24 @@ def divide_by_new_tensor(total, count):
     return total / torch.tensor(count, dtype=total.dtype)
 
 
+def divide_by_cast(total, count):
+    return total / torch.as_tensor(count, dtype=torch.float64)
+
+
+def divide_by_its_like(total, count):
+    return total / total.new_tensor(count)
+
+
+def divide_by_filled(total, count):
+    return total / torch.full_like(total, count)
+
+
+def divide_by_stored(total, count):
+    divisors = torch.ones(2)
+    divisors[0] = count
+    return total / divisors[0]
+
+
 def divide_by_array(total, count):
     return total / float(numpy.asarray(count))
 
@@ -263,7 +281,8 @@ def divide_in_stack(total, count):
     "function",
     [
         divide, divide_by_copy, divide_by_number, divide_by_item, pass_on, fused, ignore, divide_by_new_tensor,
-        divide_by_array, divide_in_stack, compiled(divide), compiled(divide_by_copy), compiled(pass_on),
+        divide_by_cast, divide_by_its_like, divide_by_filled, divide_by_stored, divide_by_array, divide_in_stack,
+        compiled(divide), compiled(divide_by_copy), compiled(pass_on),
         compiled_ignore,
     ],
 )  # fmt: skip
@@ -271,8 +290,7 @@ def divide_in_stack(total, count):
 def test_use_of_the_number_of_labels_is_seen(function, count):
     use, total = CountUse(), torch.tensor(3.0, requires_grad=True)
     for _ in range(2):
-        with CopiesCount():
-            loss = function(total, count=use.observed(count))
+        loss = function(total, count=use.observed(count))
         assert use.seen == (function not in (ignore, compiled_ignore))
         assert type(loss) is torch.Tensor and loss.requires_grad
         torch.testing.assert_close(loss, function(total, count=torch.as_tensor(count)))

@@ -74,6 +74,31 @@ def test_reports(world, tmp_path, size):
         assert here == pytest.approx(there, rel=1e-5)
 
 
+def made_by_position(folder):
+    """The callbacks of Trainers that get all arguments by position, and whether they have the optimizer after these."""
+
+    class Own(transformers.TrainerCallback):
+        pass
+
+    model, found = bmt.auto_wrap(jobs.build("llama")), []
+    args, optimizer = jobs.arguments(folder), sgd(model)
+    before = model, args, None, jobs.Rows(), *[None] * 5
+    for callbacks in ([Own()], (Own(), bmt.hf.BMTrainCallback()), None):
+        trainer = bmt.hf.Trainer(*before, callbacks, (optimizer, None))
+        kinds = {Own: "own", bmt.hf.BMTrainCallback: "ours"}
+        used = [kinds[type(each)] for each in trainer.callback_handler.callbacks if type(each) in kinds]
+        found.append((used, trainer.optimizer is optimizer))
+    for options, message in (({"callbacks": []}, "multiple values"), ({}, "callbacks must be a list")):
+        with pytest.raises(TypeError, match=message):
+            bmt.hf.Trainer(*before, [] if options else 1, **options)
+    return found
+
+
+def test_arguments_by_position(world, tmp_path):
+    found = [(["own", "ours"], True), (["own", "ours"], True), (["ours"], True)]
+    assert world(1)(made_by_position, str(tmp_path)) == [found]
+
+
 def made_by_model_init(folder, wrapped):
     """A new model for every train(); the first one's optimizer and files are left behind."""
     size = bmt.world_size() if wrapped else 1

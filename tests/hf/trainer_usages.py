@@ -87,6 +87,9 @@ def row_of(labels: str, index: int, seed: int) -> dict[str, torch.Tensor]:
     length = 6 if labels in ("spans", "ids of one length", "masked classes") else 4 + 7 * index % 5
     ids = torch.randint(1, VOCABULARY, (length,), generator=generator)
     row = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    if labels == "shifted ids":  # aligned with the logits; none predicts what a different number of labels hides
+        shifted = torch.where(torch.arange(length) < 1 + index % length, ids, -100)
+        return {**row, "labels": ids, "shift_labels": shifted}
     if labels in ("ids", "ids of one length"):
         return {**row, "labels": ids}
     if labels == "target":
@@ -112,7 +115,7 @@ def row_of(labels: str, index: int, seed: int) -> dict[str, torch.Tensor]:
     return {**row, "start_positions": torch.tensor(index % 3), "end_positions": torch.tensor(3)}
 
 
-FILL = {"input_ids": 0, "attention_mask": 0, "labels": -100}
+FILL = {"input_ids": 0, "attention_mask": 0, "labels": -100, "shift_labels": -100}
 
 
 def collate(rows: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
@@ -400,6 +403,13 @@ class OwnSum(OwnMean):
         return losses[chosen].sum() / kwargs["num_items_in_batch"] if chosen.any() else losses.sum() * 0
 
 
+class OwnCopied(OwnMean):
+    """A sum over the labels, divided by a copy of the number, of which torch tells nothing by `__torch_function__`."""
+
+    def reduce(self, losses, labels, kwargs):
+        return losses.sum() / losses.new_tensor(kwargs["num_items_in_batch"])
+
+
 class MeanForCausalLM(transformers.LlamaForCausalLM):
     """A subclass that replaces the loss."""
 
@@ -409,10 +419,21 @@ class MeanForCausalLM(transformers.LlamaForCausalLM):
         return outputs
 
 
+class ShiftedForCausalLM(transformers.LlamaForCausalLM):
+    """A mean over labels that the batch contains shifted already."""
+
+    def forward(self, input_ids=None, attention_mask=None, labels=None, shift_labels=None, **kwargs):
+        outputs: Any = super().forward(input_ids, attention_mask, **kwargs)
+        assert shift_labels is not None
+        outputs["loss"] = torch.nn.functional.cross_entropy(outputs.logits.flatten(0, 1), shift_labels.flatten())
+        return outputs
+
+
 def own(cls: Any) -> Callable[[], torch.nn.Module]:
     def make() -> torch.nn.Module:
         torch.manual_seed(0)
-        return cls(llama().config if cls is MeanForCausalLM else transformers.BertConfig(**BERT))
+        causal = issubclass(cls, transformers.LlamaForCausalLM)
+        return cls(llama().config if causal else transformers.BertConfig(**BERT))
 
     return make
 
@@ -575,7 +596,15 @@ USAGES: dict[str, Usage] = {
     "own model, a mean, no row left": Usage(own(OwnMean), "class", STEPS, rows=18),
     "own model, names the count": Usage(own(IgnoresCount), "class", STEPS),
     "own model, some ranks use the count": Usage(own(OwnSum), "class", {**STEPS, "per_device_train_batch_size": 4}),
+    "own model, divides by a copy of the count": Usage(
+        own(OwnCopied), "class", {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2}
+    ),
     "own model, subclass with another loss": Usage(own(MeanForCausalLM), "ids", STEPS),
+    "own model, shifted labels, no row left": Usage(own(ShiftedForCausalLM), "shifted ids", STEPS, rows=18),
+    "shifted labels": Usage(llama, "shifted ids", {**STEPS, "remove_unused_columns": False}),
+    "shifted labels, no row left": Usage(
+        llama, "shifted ids", {**STEPS, "remove_unused_columns": False}, rows=18, evaluated=10
+    ),
     "own loss_function, a mean": Usage(llama_with(mean_over_labels), "ids", STEPS),
     "own loss_function, a sum": Usage(llama_with(sum_over_labels), "ids", STEPS),
     "compute_loss_func, a mean": Usage(

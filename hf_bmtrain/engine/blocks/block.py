@@ -265,8 +265,8 @@ class TransformerBlockList(torch.nn.ModuleList):
     def link(self) -> None:
         """Tell each block its neighbors in the list, so that it can prefetch their parameters.
 
-        A block prefetches the next block in forward, and the previous block in backward. The constructor, `auto_wrap`,
-        `del` and assignments of items call this method. Call it yourself after `append`, `extend` or `insert`.
+        A block prefetches the next block in forward, and the previous block in backward. The constructor, `auto_wrap`
+        and all methods that change the list call this method.
         """
         blocks: list[Any] = [block for block in dict.fromkeys(self) if isinstance(block, CheckpointBlock)]
         for block, following in zip(blocks, blocks[1:]):
@@ -313,6 +313,45 @@ class TransformerBlockList(torch.nn.ModuleList):
             )
         return hidden
 
+    def insert(self, index: int, module: torch.nn.Module) -> None:
+        """Insert `module` before the item at `index`, and link its neighbors to it.
+
+        Args:
+            index: the index that `module` gets.
+            module: a CheckpointBlock. (Another module is inserted, too, but neither sharded nor linked.)
+        """
+        self._unlink()
+        super().insert(index, module)
+        self.link()
+
+    def append(self, module: torch.nn.Module):
+        """Append `module`, and link the last block to it.
+
+        Args:
+            module: a CheckpointBlock. (Another module is appended, too, but neither sharded nor linked.)
+
+        Returns:
+            The list itself.
+        """
+        return self.extend([module])
+
+    def extend(self, modules: Iterable[torch.nn.Module]):
+        """Append several modules, and link the blocks among them.
+
+        Args:
+            modules: CheckpointBlocks. (Other modules are appended, too, but neither sharded nor linked.)
+
+        Returns:
+            The list itself.
+
+        Raises:
+            TypeError: `modules` is not iterable, or contains something that is not a module.
+        """
+        self._unlink()
+        super().extend(modules)
+        self.link()
+        return self
+
     def __setitem__(self, index: int, module: torch.nn.Module) -> None:
         self._unlink()
         super().__setitem__(index, module)
@@ -324,7 +363,7 @@ class TransformerBlockList(torch.nn.ModuleList):
         self.link()
 
     def _unlink(self) -> None:
-        """Clear the links between the blocks, before an item of the list is replaced or deleted.
+        """Clear the links between the blocks, before items of the list are added, replaced or deleted.
 
         The links are weak references, so a removed block would be prefetched until it is freed. If it is in a reference
         cycle, it is freed by the garbage collector, earlier on some ranks than on others. Only some ranks would then

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import types
+import warnings
 from collections.abc import Iterator, Sequence
 from typing import Any, ClassVar, NoReturn
 
@@ -71,7 +72,7 @@ class ShardedModule(torch.nn.Module):
         (`register_buffer`) are not copied: the state dict has the module's own tensors.
 
         Args:
-            *args: ignored. Pass the other arguments by keyword.
+            *args: `destination`, `prefix` and `keep_vars` by position, which torch deprecates: pass them by keyword.
             destination: a dict to be filled and returned; None creates one.
             prefix: added before every key.
             keep_vars: ignored, because the parameters are copied without gradients.
@@ -79,6 +80,15 @@ class ShardedModule(torch.nn.Module):
         Returns:
             A dict {key: tensor}, which can be loaded into this model, and into the same model without sharding.
         """
+        if args:  # as in torch's own method
+            warnings.warn(
+                "Positional args are being deprecated, use kwargs instead: state_dict(destination=..., prefix=..., "
+                "keep_vars=...).",
+                FutureWarning,
+                stacklevel=2,
+            )
+            destination = args[0] if destination is None else destination
+            prefix = args[1] if len(args) > 1 and prefix == "" else prefix
         outermost = destination is None
         if outermost:
             if any(isinstance(parameter, DistributedParameter) for parameter in self.parameters()):

@@ -60,7 +60,9 @@ class StateDict(OrderedDict):
         made = {id(copy) for copy in self.copies.values()}
         for key, value in self.items():
             if isinstance(value, torch.Tensor) and id(value) not in made:
-                place = (value.data_ptr(), value.dtype, tuple(value.shape), value.stride())
+                place: Hashable = (id(value),)  # sparse tensors have no single address
+                if value.layout is torch.strided:
+                    place = (value.data_ptr(), value.dtype, tuple(value.shape), value.stride())
                 self[key] = self.copy_to_cpu(place, value) if value.numel() else value.detach().cpu()
         return self.plain()
 

@@ -120,11 +120,19 @@ def place_buffers(model: torch.nn.Module, world: World) -> None:
         model: the model, whose buffers are replaced.
         world: the ranks. Rank 0 broadcasts its buffers.
     """
+    sent: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # by the id of the buffer, which several modules may have
     for module in model.modules():
         for name, buffer in module._buffers.items():
             if buffer is None:
                 continue
             placed = buffer.to(world.device)
+            if world.size > 1 and (placed.layout is not torch.strided or placed.is_quantized):
+                # Neither collectives nor writes work for all of these tensors, so they are sent as objects.
+                if id(buffer) not in sent:
+                    first = world.control.broadcast_object(buffer.cpu() if world.rank == 0 else None)
+                    sent[id(buffer)] = buffer, placed if world.rank == 0 else first.to(world.device)
+                module._buffers[name] = sent[id(buffer)][1]
+                continue
             module._buffers[name] = placed
             if world.size > 1 and placed.numel():
                 once = unexpanded(placed)  # torch cannot write to an expanded buffer

@@ -54,7 +54,16 @@ def _forward(module: ChunkedMlp, whole: Callable[[Tensor], Tensor], *args: Any, 
     name = f"mlp_chunks={module.chunks}: {type(module).__name__}"
 
     def of_piece(piece: Tensor) -> Tensor:
+        # A piece may be a copy, and the backward computes it again. So a write to it would be lost or repeated, but the
+        # code around the MLP, such as a residual connection, may read the input too.
+        before = None if piece is tokens else piece._version
         output = whole(piece)
+        if before is not None and piece._version != before:
+            raise RuntimeError(
+                f"{name} changed its input in place in its forward. Each chunk may be a copy of a part of the input, "
+                "so the rest of the model would not read the changed values. Change the MLP so that it modifies a copy "
+                "of its input, or leave mlp_chunks out."
+            )
         if output.shape[:-1] != piece.shape[:-1]:
             raise ValueError(
                 f"{name} returned a tensor of shape {tuple(output.shape)} for a chunk of tokens of shape "

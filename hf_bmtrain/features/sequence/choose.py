@@ -53,11 +53,16 @@ def choose_blocks(model: torch.nn.Module, layers: Sequence[torch.nn.Module]) -> 
     if reason:
         raise ValueError(f"auto_wrap: sequence_parallel cannot be used with {kind}: {reason}. {_WAY_OUT}")
     names = {module: name for name, module in model.named_modules()}
+    found = {layer: attentions_of(layer) for layer in layers}
+    others = [layer for layer, attentions in found.items()
+              if attentions and not any(type(each.config) is type(text) for each in attentions)]  # fmt: skip
+    towers = {trunk_of(model, layer) for layer in others}
     chosen = []
-    for layer in layers:
-        attentions = attentions_of(layer)
-        if attentions and not any(type(each.config) is type(text) for each in attentions):
-            continue  # a vision or audio tower, which every rank computes in full
+    for layer, attentions in found.items():
+        # Every rank computes a vision or audio tower in full, also the tower's blocks without attention, such as those
+        # that merge the outputs of others (the deepstack mergers of Qwen3-VL).
+        if layer in others or not attentions and trunk_of(model, layer) in towers:
+            continue
         reason = _why_not_layer(layer, attentions)
         if reason:
             raise ValueError(

@@ -118,6 +118,7 @@ class SharedRows:
             self._configs += [each.config for each in attentions if each.config not in self._configs]
             hook = functools.partial(self._before_layer, attentions)
             layer.register_forward_pre_hook(hook, with_kwargs=True)
+        trunk.register_forward_pre_hook(self._before_trunk, with_kwargs=True)
         if sets_shape(trunk):
             layers[-1].register_forward_hook(self._after_last_layer)
         # If the trunk is the outermost module, it also has the hook `_after_forward`, which must run after this one.
@@ -128,7 +129,7 @@ class SharedRows:
     @disable_compiler  # torch.compile must not trace the hooks if the user compiles the model
     def _before_forward(self, model: torch.nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict]:
         base: Any = model.get_base_model() if hasattr(model, "get_base_model") else model  # pyright: ignore
-        given = _by_name(model, args, kwargs)
+        given = _by_name(model, base, args, kwargs)
         row = next((given[name] for name in ("input_ids", "inputs_embeds") if given.get(name) is not None), None)
         if row is None or row.dim() < 2:
             raise NotImplementedError(
@@ -241,6 +242,30 @@ class SharedRows:
             )
 
     # -- blocks -------------------------------------------------------------------------------------------------
+
+    @disable_compiler
+    def _before_trunk(self, trunk: torch.nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict] | None:
+        """Select this rank's tokens in what `trunk`, the module that calls the blocks, adds between the blocks.
+
+        This is the "deepstack" of models such as Qwen3-VL: after each of the first blocks, the trunk adds features of
+        images to the hidden states of the image tokens. These hidden states have only this rank's tokens.
+        """
+        parts = self._active
+        names = [name for name, value in kwargs.items() if "deepstack" in name and value is not None]
+        if parts is None or not names:
+            return None
+        mask: Any = kwargs.get("visual_pos_masks")
+        if names != ["deepstack_visual_embeds"] or mask is None or tuple(mask.shape) != (self._rows, parts.length):
+            raise NotImplementedError(
+                f"sequence_parallel: {type(trunk).__name__} was called with {', '.join(names)}, which it adds to the "
+                "hidden states of all tokens between its blocks, but each rank has only a part of the tokens. Call the "
+                "model without images, or wrap it without sequence_parallel."
+            )
+        own = torch.zeros_like(mask)
+        parts.take(own, 1).copy_(parts.take(mask, 1))
+        kept = own[mask]  # for each feature, whether its token is one of this rank's
+        features = [each[kept.to(each.device)] for each in kwargs["deepstack_visual_embeds"]]
+        return args, {**kwargs, "visual_pos_masks": parts.take(mask, 1), "deepstack_visual_embeds": features}
 
     @disable_compiler
     def _before_layer(
@@ -410,9 +435,15 @@ def _without(output: Any, name: str) -> Any:
     return made
 
 
-def _by_name(model: torch.nn.Module, args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Return the arguments of a forward of `model` as {name: value}, including those that are given by position."""
+def _by_name(model: torch.nn.Module, base: Any, args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Return the arguments of a forward of `model` as {name: value}, including those that are given by position.
+
+    base: the model, without PEFT's wrapper.
+    """
     signature = inspect.signature(model.forward)
+    # A PeftModel without a task type has only *args, which it passes on to the model inside.
+    if any(each.kind is each.VAR_POSITIONAL for each in signature.parameters.values()):
+        signature = inspect.signature(base.forward)
     given = dict(signature.bind_partial(*args, **kwargs).arguments)
     for name, parameter in signature.parameters.items():
         if parameter.kind is parameter.VAR_KEYWORD:

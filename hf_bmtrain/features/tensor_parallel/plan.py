@@ -196,17 +196,20 @@ def _check_same_inputs(model: torch.nn.Module, args: tuple, kwargs: dict[str, An
     The ranks of a group compute the same rows together, so they must get the same batch. Only integer and bool tensors
     in the arguments, such as token ids, are compared, by a checksum. Collective: every rank of the group must call it.
     """
-    grid = current_world().grid
+    world = current_world()
+    grid = world.grid
     given = args, dict(sorted(kwargs.items()))  # sorted, because the ranks may pass them in different orders
     values = [each for each in pytree.tree_leaves(given) if isinstance(each, torch.Tensor)]
     integers = [each for each in values if not each.is_floating_point() and not each.is_complex()]
-    if grid is None or not integers:
+    if grid is None:
         return
-    digests = torch.cat([digest(each) for each in integers])
-    mine = (digests * torch.arange(1, len(digests) + 1, device=digests.device)).sum().reshape(1)
-    everyone = mine.new_empty(grid.size)
+    # A rank without such tensors takes part, too, because the other ranks of its group may have some and wait for it.
+    digests = torch.cat([digest(each) for each in integers] or [torch.empty(0, dtype=torch.int64, device=world.device)])
+    total = (digests * torch.arange(1, len(digests) + 1, device=digests.device)).sum()
+    mine = torch.stack([total, total.new_tensor(len(digests))])
+    everyone = mine.new_empty(grid.size * len(mine))
     grid.together.all_gather(everyone, mine).wait()
-    if len({*everyone.tolist()}) > 1:
+    if len({*map(tuple, everyone.view(grid.size, -1).tolist())}) > 1:
         raise RuntimeError(
             f"{type(model).__name__}: the {grid.size} ranks of a tensor-parallel group must get the same batch, "
             "but their inputs differ. With Trainer, pass callbacks=[bmt.hf.BMTrainCallback()], and for an "

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.overrides import TorchFunctionMode
 
 from ...engine.base.torch_internals import pytree
 from ...engine.blocks.block import CheckpointBlock
@@ -13,9 +12,9 @@ from .hooks import COUNT, keep_hooks
 
 _READS = {
     getattr(torch.Tensor, name)
-    for name in ("item", "tolist", "numpy", "__int__", "__float__", "__bool__", "__index__", "__array__")
+    for name in ("item", "tolist", "numpy", "__int__", "__float__", "__bool__", "__index__", "__array__", "__setitem__")
 }
-"""Functions that return the value of a tensor as a Python object or a NumPy array."""
+"""Functions that use the value of a tensor, but return no tensor."""
 
 
 class CountUse:
@@ -44,21 +43,6 @@ class CountUse:
         tensor = plain.as_subclass(_Observed)
         tensor.plain, tensor.use = plain, self
         return tensor
-
-
-class CopiesCount(TorchFunctionMode):
-    """A context in which `torch.tensor(count)` sets `CountUse.seen`, if `CountUse.observed` has returned `count`.
-
-    Without the context, this use would not be noticed, because torch.tensor copies the values of a tensor without
-    calling its `__torch_function__`.
-    """
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if func is torch.tensor:
-            for use in _uses_in((args, kwargs)):
-                use.seen = True
-        return func(*args, **kwargs)
 
 
 def _uses_in(given: Any) -> list[CountUse]:
@@ -109,3 +93,13 @@ class _Observed(torch.Tensor):
             for use in uses:
                 use.seen = True
         return result
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        # Functions that do not take a tensor but copy its value, such as torch.tensor(count), new_tensor and full, do
+        # not call `__torch_function__`. They come here.
+        given = args, kwargs or {}
+        for use in _uses_in(given):
+            use.seen = True
+        args, kwargs = pytree.tree_map(lambda value: value.plain if isinstance(value, _Observed) else value, given)
+        return func(*args, **kwargs)

@@ -19,6 +19,9 @@ from ..calling_trainer import calling_trainer
 COUNT = "num_items_in_batch"
 IGNORED = -100
 """The label that losses ignore by default."""
+LABELS = ("labels", "shift_labels")
+"""Names of arguments with labels. If a batch has both, losses and Trainer's count of labels use `shift_labels`: each of
+them is the label of the logits at its own position."""
 _HOOKS = "_bmt_loss_hooks"
 """Name of an attribute of the base model (the model without PEFT's wrapper). Its value is a list with a pair for each
 Trainer of the model, oldest first: (weak reference to the Trainer, the handles of its hooks)."""
@@ -101,7 +104,7 @@ def hook_loss(
     def before(module: Any, inputs: tuple, given: dict[str, Any]) -> None:
         nonlocal asked, recorded, begun
         asked, begun = given.get(COUNT) is not None and _computes(owner(), model), False
-        recorded = {name: given.get(name) for name in ("labels", "attention_mask")}
+        recorded = {name: given.get(name) for name in (*LABELS, "attention_mask")}
 
     def begin(module: Any, inputs: tuple, given: dict[str, Any]) -> tuple[tuple, dict[str, Any]] | None:
         nonlocal begun

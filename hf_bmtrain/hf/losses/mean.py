@@ -18,7 +18,7 @@ import transformers
 
 from ...engine.runtime.world import current_world
 from ...engine.wrap.accelerator import ranks_per_row
-from .count_use import CopiesCount, CountUse, hide_from_blocks
+from .count_use import CountUse, hide_from_blocks
 from .hooks import (
     COUNT,
     base_of,
@@ -180,8 +180,7 @@ class _Forward:
             self.ignored = True
         elif package_of(function) != "transformers":
             self.observed, kwargs[COUNT] = True, self._use.observed(kwargs[COUNT])
-            with CopiesCount():
-                loss = function(*args, **kwargs)
+            loss = function(*args, **kwargs)
             self.ignored = not self._use.seen
             return loss
         elif not names & {COUNT, "fixed_cross_entropy"}:
@@ -217,8 +216,7 @@ class _ObservedFunction:
     def __call__(self, outputs: Any, labels: Any, num_items_in_batch: Any = None) -> Any:
         if num_items_in_batch is None:
             return self.function(outputs, labels, num_items_in_batch=None)
-        with CopiesCount():
-            loss = self.function(outputs, labels, num_items_in_batch=self._use.observed(num_items_in_batch))
+        loss = self.function(outputs, labels, num_items_in_batch=self._use.observed(num_items_in_batch))
         return self._correct(loss, {"labels": labels}, not self._use.seen, observed=True)
 
 
@@ -252,8 +250,8 @@ class _Correction:
 
         Args:
             loss: the loss of this rank.
-            given: the keyword arguments of the forward, of which "labels" and "attention_mask" tell which labels count.
-                If the labels are not a tensor, the loss is returned unchanged.
+            given: the keyword arguments of the forward, of which "labels" (or "shift_labels") and "attention_mask" tell
+                which labels count. If the labels are not a tensor, the loss is returned unchanged.
             ignored: whether the loss is a mean, because its computation ignores `num_items_in_batch`.
             observed: whether `ignored` was observed on this rank, and may be different on other ranks, for example on a
                 rank without labels. The loss is treated as a mean only if every rank has ignored `num_items_in_batch`.
@@ -274,9 +272,13 @@ class _Correction:
                 "the number of ranks as Trainer does with average_tokens_across_devices=True", self._name,
             )  # fmt: skip
             self._told = True
+        shifted = isinstance(given.get("shift_labels"), torch.Tensor)
+        if shifted:  # as in Trainer's own count of labels
+            given = {**given, "labels": given["shift_labels"]}
         counted = counted_labels(model, given, observed)
         assert counted is not None
-        if getattr(trainer, "_loss_shifts_labels", False):  # the first label does not count: no token predicts it
+        # Without shift_labels, the first label of a row does not count, because no token predicts it.
+        if not shifted and getattr(trainer, "_loss_shifts_labels", False):
             counted = counted[..., 1:]
         if of_rows:
             counted = counted.flatten(1).any(1)

@@ -15,7 +15,7 @@ from transformers.trainer_pt_utils import find_batch_size
 
 from ...engine.runtime.world import World, current_world
 from ...engine.wrap.accelerator import ranks_per_row
-from .hooks import IGNORED, labels_uncounted, parts_without_rows
+from .hooks import IGNORED, LABELS, labels_uncounted, parts_without_rows
 from .mean import follow_loss_function
 
 _log = logging.getLogger("hf_bmtrain")
@@ -205,9 +205,18 @@ def _ignore_repeated(inputs: Any, kept: int) -> dict[str, Any]:
 
     These rows are repeated rows of the first batch, with which Accelerate has filled up the last batch.
     """
-    labels = inputs["labels"].clone()
-    labels[max(kept, 0) :] = IGNORED
-    return {**inputs, "labels": labels}
+    labels = labels_in(inputs)
+    for each in labels.values():
+        each[max(kept, 0) :] = IGNORED
+    return {**inputs, **labels}
+
+
+def labels_in(inputs: Any) -> dict[str, torch.Tensor]:
+    """Return copies of the labels in a batch, of which there may be two kinds: {"labels": ..., "shift_labels": ...}.
+
+    inputs: the batch, {name of an argument of the model: value}. Labels that are not tensors are left out.
+    """
+    return {name: inputs[name].clone() for name in LABELS if isinstance(inputs.get(name), torch.Tensor)}
 
 
 def starts_of_rows(inputs: Any) -> torch.Tensor | None:
@@ -237,17 +246,17 @@ def ignore_after(inputs: Any, starts: torch.Tensor, kept: int) -> dict[str, Any]
     """Return a copy of `inputs` with the labels of all rows after the first `kept` set to -100, which losses ignore.
 
     Called for the last batch, which Accelerate has filled up with repeated rows: those after the first `kept`. All rows
-    of the batch are concatenated. The copy is shallow, except that its labels are a new tensor.
+    of the batch are concatenated. The copy is shallow, except that its labels are new tensors.
 
     Args:
         inputs: the batch, {name of an argument of the model: value}, with labels (1, tokens).
         starts: (rows,), the index of the first token of each row (see `starts_of_rows`).
         kept: the number of rows whose labels are kept; zero or negative if none are kept.
     """
-    labels = inputs["labels"].clone()
-    if kept < len(starts):
-        labels[:, int(starts[max(kept, 0)]) :] = IGNORED
-    return {**inputs, "labels": labels}
+    labels = labels_in(inputs)
+    for each in labels.values() if kept < len(starts) else ():
+        each[:, int(starts[max(kept, 0)]) :] = IGNORED
+    return {**inputs, **labels}
 
 
 def _is_flattened(trainer: transformers.Trainer, inputs: Any) -> bool:

@@ -18,7 +18,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from ...engine.runtime.world import World, current_world
 from ...engine.wrap.accelerator import ranks_per_row
 from .hooks import COUNT, IGNORED, labels_uncounted, parts_without_rows
-from .short_batch import computes_loss, first_rows, ignore_after, is_listed, is_sft, rows_in, starts_of_rows
+from .short_batch import computes_loss, first_rows, ignore_after, is_listed, is_sft, labels_in, rows_in, starts_of_rows
 
 _log = logging.getLogger("hf_bmtrain")
 
@@ -34,16 +34,16 @@ class _Short:
         absent: how many ranks (or groups of ranks that share rows) have only repeated rows.
         weight: the number by which a loss that is a mean over this rank's rows is multiplied. It is 0 if `rows` has no
             rows.
-        labels: the labels that the forward gets instead of those in `inputs`; None if it gets those in `inputs`. Only
-            set if this rank has only repeated rows. All labels in `inputs` are then -100, so that Trainer counts none
-            of them, but not every loss works with such labels.
+        labels: the labels that the forward gets instead of those in `inputs`, {name of an argument: labels}; None if it
+            gets those in `inputs`. Only set if this rank has only repeated rows. All labels in `inputs` are then -100,
+            so that Trainer counts none of them, but not every loss works with such labels.
     """
 
     inputs: dict[str, Any]
     rows: dict[str, Any]
     absent: int
     weight: float
-    labels: torch.Tensor | None = None
+    labels: dict[str, torch.Tensor] | None = None
 
 
 def follow_short_training_batch(trainer: transformers.Trainer) -> None:
@@ -121,7 +121,7 @@ def follow_short_training_batch(trainer: transformers.Trainer) -> None:
             if short.labels is None:
                 return step(model, inputs, num_items_in_batch)
             with labels_uncounted(trainer.model):
-                return step(model, {**inputs, "labels": short.labels}, num_items_in_batch)
+                return step(model, {**inputs, **short.labels}, num_items_in_batch)
         finally:
             del trainer.compute_loss
             if own is not None:
@@ -204,7 +204,7 @@ def _shorten(
     # If this rank has only repeated rows, all their labels are replaced with -100, and not every loss works with that.
     # So the forward gets the real labels of these rows (see `_Short`), which the loss hooks do not count. SFTTrainer's
     # forward gets the -100: its loss works with them, and its metrics would count real labels.
-    labels = inputs["labels"] if counted and mine == 0 and not is_sft(trainer, inputs) else None
+    labels = labels_in(inputs) if counted and mine == 0 and not is_sft(trainer, inputs) else None
     if not reason and starts is not None:
         end = int(starts[mine]) if mine < rows else None
         own = {name: value[:, :end] for name, value in inputs.items() if getattr(value, "ndim", 0) == 2}
@@ -220,9 +220,10 @@ def _shorten(
             # A rank without rows of its own keeps one repeated row, because it must run a forward. If losses ignore
             # labels of -100, the labels of this row are ignored, so that it has no effect.
             if counted:
-                labels = None if labels is None else labels[: len(kept["labels"])]
-                kept["labels"] = inputs["labels"][: len(kept["labels"])].clone()
-                kept["labels"][mine:] = IGNORED
+                labels = None if labels is None else {name: labels[name][: len(kept[name])] for name in labels}
+                for name, ignored in labels_in(kept).items():
+                    ignored[mine:] = IGNORED
+                    kept[name] = ignored
             shortened = _Short(kept, own, absent, mine * groups / left, labels)
     reasons = [each for each in world.gather_objects(reason) if each]
     return (None, reasons[0]) if reasons else (shortened, "")

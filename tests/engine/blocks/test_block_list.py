@@ -142,6 +142,32 @@ def removed():
         gc.enable()
 
 
+def added():
+    """Blocks that are added by any method of a list are prefetched by their neighbours, and prefetch them."""
+    blocks = bmt.TransformerBlockList(made(Layer, 2))
+    first, last, between, *others = (bmt.CheckpointBlock(layer) for layer in made(Layer, 5))
+    blocks.insert(0, first)
+    blocks.append(last)
+    blocks.insert(2, between)
+    blocks.extend(others[:1])
+    blocks += others[1:]
+    states = [block._bmt for block in blocks]
+    assert len(states) == 7 and states[0] is first._bmt and states[2] is between._bmt
+    for state, following in zip(states, states[1:]):
+        assert state.next is not None and state.next() is following
+        assert following.previous is not None and following.previous() is state
+
+    present, new = made(Layer, 2), made(Layer, 5)
+    layers = [new[0], present[0], new[2], present[1], new[1], *new[3:]]
+
+    def plain(x):
+        for layer in layers:
+            x = layer(x)
+        return (x,)
+
+    compare(blocks, layers, lambda x: (blocks(x),), plain)
+
+
 def refused():
     x = start(0)
     with pytest.raises(ValueError, match="num_hidden=2"):
@@ -154,7 +180,7 @@ def refused():
         bmt.CheckpointBlock(Layer(), zero_level=1)
 
 
-CASES = [several_hidden_states, hidden_states, options_of_each_block, removed, refused]
+CASES = [several_hidden_states, hidden_states, options_of_each_block, removed, added, refused]
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)

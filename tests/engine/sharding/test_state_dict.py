@@ -77,7 +77,23 @@ def parts():
         check_equal(model.get_submodule(path).state_dict(), plain.get_submodule(path).state_dict())
 
 
-@pytest.mark.parametrize("case", [loading_between_steps, wrong_states, parts], ids=lambda case: case.__name__)
+def arguments_by_position():
+    """Torch still takes destination, prefix and keep_vars by position, and warns."""
+    plain, model = Tower(), bmt.auto_wrap(Tower())
+    for given in ((None, "x."), ({"other": 1},), ({}, "x.", False)):
+        found = []
+        for each in (model, plain):
+            with pytest.warns(FutureWarning, match="Positional args are being deprecated"):
+                found.append(each.state_dict(*given if given[0] is None else (dict(given[0]), *given[1:])))
+        mine, expected = found
+        assert mine.pop("other", None) == expected.pop("other", None)
+        check_equal(mine, expected)
+
+
+CASES = [loading_between_steps, wrong_states, parts, arguments_by_position]
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
 @pytest.mark.parametrize("size", [2, *in_full(1)])
 def test_state(world, size, case):
     world(size)(case)

@@ -13,7 +13,7 @@ from cases import by_default
 from hf_bmtrain.engine.wrap.find import find_block_lists
 from inner import state_of
 from ranks import on_ranks
-from twins import WIDTH, Layer, Tower, check_gradients, check_twins, ids, tower_loss
+from twins import WIDTH, Layer, Tower, check_gradients, check_twins, compare_backward, ids, tower_loss
 
 
 def seeded(make, *arguments):
@@ -276,6 +276,48 @@ def parts():
     torch.testing.assert_close(model.eval()(ids(5, 0)), twin.eval()(ids(5, 0)))
     model.load_state_dict(state)
     torch.testing.assert_close(model(ids(5, 0)), twin(ids(5, 0)))
+
+
+UNUSUAL = {
+    "sparse": lambda values: values.to_sparse(),
+    "compressed rows": lambda values: values.to_sparse_csr(),
+    "half complex": lambda values: values.to(torch.complex32),
+    "quantized": lambda values: torch.quantize_per_tensor(values, 0.5, 0, torch.qint8),
+}
+
+
+class Unusual(Layer):
+    """A buffer of a layout or dtype for which torch lacks collectives and comparisons; a rank has one of its own."""
+
+    def __init__(self, kind, factor):
+        super().__init__()
+        self.register_buffer("table", UNUSUAL[kind](torch.eye(WIDTH) * factor))
+
+    def forward(self, x, shift=None):
+        table = self.table.dequantize() if self.table.is_quantized else self.table.to_dense()
+        return super().forward(x @ (table.to(torch.complex64).real if table.is_complex() else table))
+
+
+@pytest.mark.parametrize("kind", UNUSUAL)
+@pytest.mark.parametrize("use_checkpoint", [True, False])
+@on_ranks(2)
+def test_buffers_of_unusual_layouts_and_dtypes(kind, use_checkpoint, folder):
+    def make(factor):
+        model = Tower()
+        model.layers[1] = Unusual(kind, factor)
+        return model
+
+    first = seeded(make, 2.0)
+    model, twin = bmt.auto_wrap(seeded(make, 2.0 + bmt.rank())(), use_checkpoint=use_checkpoint), first()
+    for step in range(2):
+        compare_backward(model, twin, tower_loss, step)
+    bmt.save(model, f"{folder}/model.pt")
+    found = torch.load(f"{folder}/model.pt", weights_only=True)["layers.1.table"]
+    expected = twin.layers[1].table
+    assert found.layout == expected.layout and found.dtype == expected.dtype
+    reason = "is torch" if found.layout is torch.strided else "has layout torch"
+    with pytest.raises(ValueError, match=rf"layers\.1\.table {reason}"):
+        bmt.save_state(f"{folder}/state", model)
 
 
 class Mixed(Layer):

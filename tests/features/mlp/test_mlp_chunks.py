@@ -215,6 +215,11 @@ class MergingMLP(PlainMLP):
         return super().forward(x).view(-1, 2 * WIDTH)
 
 
+class ScalingMLP(PlainMLP):
+    def forward(self, x):
+        return super().forward(x.mul_(2))
+
+
 def tower(mlp):
     """A Tower with an MLP in each layer."""
 
@@ -270,6 +275,19 @@ def test_tokens_that_depend_on_others():
         bmt.auto_wrap(tower(CountingMLP), mlp_chunks=2)(ids(0, 0))
     with pytest.raises(ValueError, match=r"mlp_chunks=2: MergingMLP returned .*\(4, 12\).*\(4, 2, 6\)"):
         bmt.auto_wrap(tower(MergingMLP), mlp_chunks=2)(ids(0, 0))
+
+
+@pytest.mark.parametrize("use_checkpoint", [True, False])
+@pytest.mark.parametrize("rows", [1, 4])
+@on_ranks(1)
+def test_an_input_changed_in_place(rows, use_checkpoint):
+    """The residual connection adds the same tensor, which a piece is a view of (one row) or a copy of (four rows)."""
+    plain = tower(ScalingMLP)
+    model = bmt.auto_wrap(tower(ScalingMLP), mlp_chunks=2, use_checkpoint=use_checkpoint)
+    with torch.no_grad():  # a forward without gradients is not divided
+        assert model(ids(0, 0)[:rows]).item() == pytest.approx(plain(ids(0, 0)[:rows]).item())
+    with pytest.raises(RuntimeError, match=r"mlp_chunks=2: ScalingMLP changed its input in place.*leave mlp_chunks"):
+        model(ids(0, 0)[:rows])
 
 
 @full

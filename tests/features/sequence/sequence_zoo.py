@@ -40,8 +40,11 @@ def widened(model: Any) -> Any:
     return model.double()
 
 
-def outcome(name: str) -> str:
-    """Return "equal", or why the family is refused. Raises AssertionError if it differs. Collective."""
+def outcome(name: str, share: int = 2) -> str:
+    """Train with `share` ranks a row. Return "equal", or why the family is refused.
+
+    Raises AssertionError if it differs. Collective.
+    """
     family = FAMILIES[name]
     if family.missing:
         return "missing"
@@ -57,7 +60,7 @@ def outcome(name: str) -> str:
 
     try:
         check(
-            family.build, 2, prepare=prepare, batches=batch if wide else family.inputs,
+            family.build, share, prepare=prepare, batches=batch if wide else family.inputs,
             loss=lambda model, batch: loss_of(model(**batch)),
         )  # fmt: skip
     except (ValueError, NotImplementedError) as error:

@@ -226,6 +226,24 @@ needs_peft = pytest.mark.skipif(importlib.util.find_spec("peft") is None, reason
 @full
 @needs_peft
 @on_ranks(2)
+def test_arguments_by_position():
+    """A PeftModel of no task names no arguments, and passes all on."""
+    peft = importlib.import_module("peft")
+
+    def adapted(model):
+        torch.manual_seed(7)
+        return peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj"], init_lora_weights=False))
+
+    def loss(model, batch):
+        return model(batch.pop("input_ids"), **batch).loss
+
+    check("llama", 2, loss=loss)
+    check("llama", 2, loss=loss, prepare=adapted)
+
+
+@full
+@needs_peft
+@on_ranks(2)
 def test_adapters():
     peft = importlib.import_module("peft")
 

@@ -73,6 +73,8 @@ def test_calls():
     for given in ({"logits_to_keep": 1}, {"output_attentions": True}, {"past_key_values": transformers.DynamicCache()}):
         with pytest.raises(NotImplementedError, match=next(iter(given))):
             model(**batch, **given)
+    with pytest.raises(NotImplementedError, match="LlamaModel was called with deepstack_features.*part of the tokens"):
+        model(**batch, deepstack_features={0: torch.ones(2, 32)})
     with pytest.raises(ValueError, match="a row of 1 tokens"):
         model(**{name: value[:, :1] for name, value in batch.items()})
     with pytest.raises(NotImplementedError, match="one label for each token"):

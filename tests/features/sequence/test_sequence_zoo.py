@@ -21,7 +21,8 @@ glm4_moe_lite, mistral4, cohere2_moe, flex_olmo, granitemoe_swa, hunyuan_v1_moe,
 kolibri1, laguna, mellum, minimax_m2, minimax_m3_vl text, solar_open, afmoe, mimo_v2_flash, dots1, fuyu, minicpm3,
 youtu, bert, roberta, roberta_prelayernorm, xlm_roberta, xlm_roberta_xl, camembert, ernie, eurobert,
 data2vec_text, nomic_bert, electra, albert, modernbert, mobilebert, esm, xmod, splinter, vipllava, paligemma,
-aya_vision, gemma3 vision, mistral3, qwen2_vl, qwen2_5_vl, idefics3, smolvlm, internvl, llava, blip_2, instructblip,
+aya_vision, gemma3 vision, mistral3, qwen2_vl, qwen2_5_vl, qwen3_vl,
+idefics3, smolvlm, internvl, llava, blip_2, instructblip,
 roc_bert, gte, jina_embeddings_v3, bert-generation, blt_patcher, cosmos3_edge_text, gradium_phonon_tts,
 granite4_vision_text, granite_docling_text, molmo2_text, muse_glimmer_text, muse_spark_text, openai_privacy_filter,
 pocket_tts, qwen3_omni_moe_text, qwen3_vl_moe_text, embedding_gemma2, csm, kosmos_2_5_text_model,
@@ -40,7 +41,7 @@ dia_encoder, voxtral_realtime_text
 DEFAULT = ("gpt_oss", "qwen2_5_vl", "bart")
 ALWAYS = (
     "llama", "gpt2", "opt", "gpt_neox", "bloom", "mistral", "gemma3", "mixtral", "deepseek_v3", "jetmoe", "bert",
-    "albert", "modernbert", "t5", "mamba", "zamba2", "llava", "mllama", "csm", "whisper",
+    "albert", "modernbert", "t5", "mamba", "zamba2", "llava", "mllama", "csm", "whisper", "qwen3_vl",
 )  # fmt: skip
 
 
@@ -55,6 +56,12 @@ def test_families(world, name):
     found = world(2)(outcome, name)[0]
     if found != "missing":
         assert (found == "equal") == (name in EQUAL), found
+
+
+@full
+def test_features_of_images_between_blocks(world):
+    """Two of four ranks share the tokens of the images, and the others have none of them."""
+    assert world(4)(outcome, "qwen3_vl", 4) == ["equal"] * 4
 
 
 @full

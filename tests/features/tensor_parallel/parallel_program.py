@@ -362,6 +362,9 @@ def transformers_plans(folder: Path) -> None:
         tensors = [rows[group], rows[group].flip(1)]
         with pytest.raises(RuntimeError, match="must get the same batch, but their inputs differ"):
             model(**dict(zip(("input_ids", "labels"), tensors[:: 1 - 2 * bmt.config["tp_rank"]])))
+        embedded = true.get_input_embeddings()(rows[group]).detach()
+        with pytest.raises(RuntimeError, match="must get the same batch, but their inputs differ"):
+            model(**({"input_ids": rows[group]} if bmt.config["tp_rank"] else {"inputs_embeds": embedded}))
         bmt.save_state(folder / family, model)
         bmt.load_state(folder / family, model)
         assert all(torch.equal(value, found[name]) for name, value in model.state_dict().items())

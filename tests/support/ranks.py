@@ -87,9 +87,10 @@ class Ranks:
             place = rank, self.size, self._device, self._hosts[rank]
             arguments = (*place, self._options, port, self._inboxes[rank], self._outbox)
             process = context.Process(target=_serve, args=arguments, daemon=True)
-            # HF_HUB_OFFLINE is read when transformers is imported. With the other variable, `torch.cuda.is_available`,
-            # which imports call in the server, does not initialize CUDA, which its forks could not use then.
-            with mock.patch.dict(os.environ, HF_HUB_OFFLINE="1", PYTORCH_NVML_BASED_CUDA_CHECK="1"):
+            # HF_HUB_OFFLINE is read when transformers is imported. Something that the server imports initializes CUDA,
+            # which its forks could not use then, so they see no GPU. (torch's AdamW asks a GPU even on the CPU.)
+            hidden = {"CUDA_VISIBLE_DEVICES": ""} if self._device == "cpu" else {}
+            with mock.patch.dict(os.environ, HF_HUB_OFFLINE="1", **hidden):
                 process.start()
             self._processes.append(process)
 

@@ -208,12 +208,8 @@ class Replay:
             replaced = buffers.dicts[place[0]].get(place[1]) is not tensor
             changed = replaced or place in written or id(tensor) in buffers.written
             observed[place] = changed or observed.get(place, False)
-            if (
-                place in new
-                and not changed
-                and place not in self._written
-                and tensor.numel() > _SMALL // tensor.element_size()
-            ):
+            large = tensor.numel() * tensor.element_size() > _SMALL
+            if place in new and large and not changed and place not in self._written:
                 buffers.copies.pop(id(tensor), None)
         buffers.end_forward(written)
 

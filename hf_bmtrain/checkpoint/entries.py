@@ -18,7 +18,7 @@ from ..engine.base.arguments import expect_kind, expect_module, expect_path
 from ..engine.base.torch_internals import WithoutTorchFunction, has_load_hooks, state_dict_hooks
 from ..engine.optim.adam import START_ANEW, AdamOptimizer
 from ..engine.optim.manager import OptimManager
-from ..engine.optim.state import FullState, check_keys, divide_state, full_state_of
+from ..engine.optim.state import FullState, check_keys, divide_state, full_state_of, holds_shards
 from ..engine.runtime.world import World
 from ..engine.sharding.parameter import DistributedParameter, is_part, is_read_only
 from ..engine.sharding.state_dict import unexpanded
@@ -412,7 +412,7 @@ def optimizer_entries(
     sharded, others = divide_state(parameters, held, world)
     for name, values in others.items():
         for key, value in values.items():
-            if _holds_local(value):
+            if holds_shards(value):
                 raise RuntimeError(
                     f"{type(optimizer).__name__} keeps its state '{key}' of {name} in tensors that are sharded "
                     "differently from the parameter, so save_state cannot save it. Save each rank's "
@@ -422,15 +422,17 @@ def optimizer_entries(
     return sorted(entries, key=lambda entry: entry.spec.name), others
 
 
-def added_entries(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+def added_entries(optimizer: torch.optim.Optimizer, world: World) -> dict[str, Any]:
     """Return the entries that an optimizer's `state_dict()` has beside "state" and "param_groups". Not collective.
 
     A subclass may add them, or a hook of `state_dict`. Otherwise there are none, and `state_dict` is not called,
     because it may convert the whole state.
 
     optimizer: the optimizer.
+    world: the ranks that train together.
 
-    Raises RuntimeError if an entry has a sharded tensor, because it is unknown to which parameter it belongs.
+    Raises RuntimeError if there are several ranks and an entry has a sharded tensor, because it is unknown to which
+    parameter it belongs.
     """
     hooks = state_dict_hooks(optimizer)
     plain = torch.optim.Optimizer.state_dict, AdamOptimizer.state_dict
@@ -442,18 +444,12 @@ def added_entries(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         state_dict = optimizer.state_dict()
     added = {name: value for name, value in state_dict.items() if name not in ("state", "param_groups")}
     for name, value in added.items():
-        if _holds_local([*value.values()] if isinstance(value, Mapping) else value):
+        if world.size > 1 and holds_shards(value):
             raise RuntimeError(
                 f"{type(optimizer).__name__} has sharded tensors in the entry '{name}' of its state_dict(), so "
                 "save_state cannot save it. Keep them in the state of their parameters, optimizer.state[parameter]."
             )
     return added
-
-
-def _holds_local(value: Any) -> bool:
-    if isinstance(value, Sequence) and not isinstance(value, str):
-        return any(map(_holds_local, value))
-    return isinstance(value, ShardBase)
 
 
 class LoadedState:

@@ -74,7 +74,7 @@ def collect_own(
     # own_state finds out and, if the step was not skipped, steps the schedulers, which set the learning rates collected
     # below.
     manager = optimizer.own_state() if isinstance(optimizer, OptimManager) else None
-    added = [added_entries(each) for each in optimizers_of(optimizer)]
+    added = [added_entries(each, world) for each in optimizers_of(optimizer)]
     return _for_file(
         {
             "rank": {

@@ -48,7 +48,8 @@ class TrainerMixin:
 
     def __init__(self, *args: Any, callbacks: list | None = None, **kwargs: Any) -> None:
         # Trainers of transformers also take their callbacks by position, behind the arguments before them.
-        names = [*inspect.signature(super().__init__).parameters]
+        taken = inspect.signature(super().__init__).parameters.values()
+        names = [each.name for each in taken if each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD)]
         place = names.index("callbacks") if "callbacks" in names else len(args)
         by_position = callbacks is None and place < len(args)
         callbacks = args[place] if by_position else callbacks

@@ -131,6 +131,7 @@ class OptimManager:
         # The schedulers that have not advanced yet, because one of them raised an error. If `step` is repeated, it
         # continues with them, and the optimizers, which have all made this step, do not make it twice.
         self._due: list[Any] = []
+        self._sharing = ""  # why a step with a loss scale or with clipping is refused: optimizers share a parameter
         self._parameters: list[torch.nn.Parameter] = []  # the optimizers' parameters in the last step
         self._skips = SkippedSteps(max_skipped_steps)
         self._steps = 0  # the number of steps so far, including those that were skipped
@@ -196,7 +197,6 @@ class OptimManager:
             TypeError: `optimizer` has no `step()` or no `param_groups`, or `lr_scheduler` has no `step()`, or one that
                 needs arguments, as that of torch's ReduceLROnPlateau.
             ValueError: the optimizer was added before.
-            ValueError: the optimizer and one that was added before share a trainable parameter.
             ValueError: the optimizer was created before its model was sharded, so its steps would have no effect.
         """
         if isinstance(optimizer, type) or not all(hasattr(optimizer, name) for name in ("param_groups", "step")):
@@ -227,10 +227,10 @@ class OptimManager:
             if shared:
                 origin = getattr(shared[0], "origin", None)
                 name = f"a parameter of shape {tuple(shared[0].shape)}" if origin is None else origin.path
-                raise ValueError(
-                    f"optimizer: this {type(optimizer).__name__} and the {type(other).__name__} that was added before "
-                    f"share {name}{f' and {len(shared) - 1} more' if len(shared) > 1 else ''}. Its gradient "
-                    "could be divided by the loss scale twice. Give each parameter to one optimizer only."
+                self._sharing = (
+                    f"OptimManager.step: two optimizers, {type(other).__name__} and {type(optimizer).__name__}, share "
+                    f"{name}{f' and {len(shared) - 1} more' if len(shared) > 1 else ''}. Each of them would divide its "
+                    "gradient by the loss scale, or multiply it to clip it. Give each parameter to one optimizer only."
                 )
         self.optimizers.append(optimizer)
         self.schedulers.append(lr_scheduler)
@@ -417,11 +417,12 @@ class OptimManager:
         Call `zero_grad` after each step. Otherwise the next `backward` adds its gradients to those of this step. (Only
         a skipped step drops its gradients itself.)
 
-        If the same optimizer or scheduler raises an error on every rank, the program can call `step` again. The
-        optimizers and schedulers that have already made this step do not make it twice.
+        If the same optimizer or scheduler raises an error on every rank, the program can call `step` again, before the
+        next backward. The optimizers and schedulers that have already made this step do not make it twice.
 
         Raises:
             RuntimeError: there is no optimizer.
+            ValueError: optimizers share a trainable parameter, and gradients are clipped or scaled.
             RuntimeError: the ranks' managers differ in `grad_scale`, `max_skipped_steps`, the settings of the loss
                 scale, or the classes of optimizers and schedulers.
             RuntimeError: a step was skipped because a gradient was inf or nan, and the skipped steps have reached the
@@ -436,10 +437,14 @@ class OptimManager:
         # 1. Complete the last step: advance its schedulers or, if it was skipped, drop its gradients.
         self._end_last_step()
         if self._due:
-            used = self._used
-            self._advance_schedulers()
-            if all(p in used and _still(p, used[p]) is not None for o in self.optimizers for p in _with_gradient(o)):
-                return  # there is no new gradient, so this call repeats the step in which a scheduler raised an error
+            used, present = self._used, [p for optimizer in self.optimizers for p in _with_gradient(optimizer)]
+            if all(p in used and _still(p, used[p]) is not None for p in present):
+                # There is no new gradient, so this call repeats the step in which a scheduler raised an error.
+                self._advance_schedulers()
+                return
+            self._due = []  # the program has not repeated that step
+        if self._sharing and (self._scale is not None or self._clips):
+            raise ValueError(self._sharing)
         if self._compared != len(self.optimizers):
             self._compare()
         # 2. Search all gradients for inf and nan, except those that `clip_grad_norm` has searched already.
@@ -775,9 +780,10 @@ class OptimManager:
         self._advance_schedulers()
 
     def _advance_schedulers(self) -> None:
-        while self._due:
-            self._due[0].step()
-            del self._due[0]
+        due = self._due
+        while due:
+            due[0].step()
+            del due[0]
         self._used = {}
 
     def _last_gradients(self) -> list[torch.Tensor | None]:
@@ -828,7 +834,7 @@ def _expect_positive(name: str, value: Any, more: str = "") -> None:
 def _needs_arguments(function: Any) -> bool:
     """Return whether a function cannot be called without arguments. False if its signature is unknown."""
     try:
-        signature = inspect.signature(function)
+        signature = inspect.signature(function, follow_wrapped=False)
     except (TypeError, ValueError):
         return False
     return any(

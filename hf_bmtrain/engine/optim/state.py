@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from itertools import chain
 from typing import Any
@@ -16,7 +16,7 @@ from ..comm.agreement import contents, fingerprint
 from ..runtime.world import World, current_world
 from ..sharding.buffer import ShardedBuffer
 from ..sharding.parameter import DistributedParameter
-from ..tensors.tensor import ShardTensor
+from ..tensors.tensor import ShardBase, ShardTensor
 from .runs import stored_numel
 
 _log_once = functools.cache(logging.getLogger("hf_bmtrain").warning)
@@ -56,10 +56,26 @@ def save_state(optimizer: torch.optim.Optimizer, world: World, gather: bool) -> 
     state = {name: _copy(value) for name, value in state.items()}
     state = {**state, "state": {key: _with_quantized(values) for key, values in state["state"].items()}}
     if gather:
+        for name in state.keys() - {"state", "param_groups"}:
+            if world.size > 1 and holds_shards(state[name]):
+                raise RuntimeError(
+                    f"{type(optimizer).__name__} has sharded tensors in the entry '{name}' of its state_dict(), which "
+                    "cannot be gathered. Keep them in the state of their parameters, optimizer.state[parameter], or "
+                    "save each rank's own state."
+                )
         full, sharded = _gather(optimizer, state, world, keep=world.rank == 0)
         return {**state, "state": full, "sliced": sharded}
     own = {key: {name: _copy(value) for name, value in values.items()} for key, values in state["state"].items()}
     return {**state, "state": own, "rank": world.rank, "world_size": world.size, "shard": _shard(world)}
+
+
+def holds_shards(value: Any) -> bool:
+    """Return whether `value` is a sharded tensor, or contains one in mappings and sequences, at any depth."""
+    if isinstance(value, Mapping):
+        return any(map(holds_shards, value.values()))
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        return any(map(holds_shards, value))
+    return isinstance(value, ShardBase)
 
 
 def _shard(world: World) -> tuple[int, int, int]:

@@ -85,7 +85,8 @@ class Replay:
         self._attributes: Attributes | None = None
         # For each mode (`Attributes.modes`): whether forwards change a buffer, for those buffers that were observed.
         self._observed: dict[tuple[bool, ...], dict[Place, bool]] = {}
-        self._written: set[Place] = set()  # buffers to which something writes in place between forward and backward
+        self._written: set[Place] = set()  # buffers to which forwards write in place
+        self._exposed: set[Place] = set()  # buffers to which something writes between a forward and its backward
         # The buffers of the last forward. The snapshots of forwards whose backward has not run keep them alive.
         self._last: Callable[[], Buffers | None] = lambda: None
 
@@ -107,7 +108,7 @@ class Replay:
         observed = self._observed.get(attributes.modes(), {})
         if not places <= observed.keys():
             return None
-        return not self._written.isdisjoint(places) or any(observed[place] for place in places)
+        return not self._exposed.isdisjoint(places) or any(observed[place] for place in places)
 
     def _present_attributes(self) -> Attributes:
         """Return a copy of the layer's attributes: the last copy if they have not changed since, else a new one."""
@@ -116,7 +117,7 @@ class Replay:
             self._attributes = Attributes(list(self._layer.modules()))
             # If modules were added, removed or exchanged, what is known of places holds no longer.
             if last is not None and list(map(id, last.buffers)) != list(map(id, self._attributes.buffers)):
-                self._observed, self._written, self._last = {}, set(), lambda: None
+                self._observed, self._written, self._exposed, self._last = {}, set(), set(), lambda: None
             return self._attributes
         return last
 
@@ -163,15 +164,13 @@ class Replay:
         new = {place for place in buffers.places if place not in observed}
         last = self._last()
         if last is not None:  # its backward has not run, so something may write between this forward and backward, too
-            self._written |= last.written_since()
+            self._exposed |= last.written_since()
         modes = attributes.modes() if attributes.norms else ()
-        for place, tensor in buffers.places.items():
-            # Batch norm writes its buffers without incrementing their versions. Comparing values is not enough: they
-            # stay the same if the first input is zero.
-            if place[0] in attributes.norms and modes[place[0]]:
-                buffers.copy(tensor, written=True)
-            elif place in new or place in self._written:
-                buffers.copy(tensor)
+        # Batch norm writes its buffers without incrementing their versions. Comparing values is not enough: they stay
+        # the same if the first input is zero.
+        norms = {place for place in buffers.places if place[0] in attributes.norms and modes[place[0]]}
+        written = (self._written & buffers.places.keys()) | norms
+        buffers.copy(new | written | (self._exposed & buffers.places.keys()), written)
         return new
 
     def _observe_buffers(self, buffers: Buffers, observed: dict[Place, bool], new: set[Place]) -> None:
@@ -197,19 +196,13 @@ class Replay:
                 "before are copied for recomputation, so this forward cannot be recomputed. Assign new tensors to the "
                 "buffers instead, or pass use_checkpoint=False to auto_wrap."
             )
-        if not written <= self._written and (overlapping := buffers.overlapping(written)):
-            raise RuntimeError(
-                f"{name} wrote to its buffers {overlapping} in place. They are different tensors in the same memory, "
-                "and copies of them would be independent, so this forward cannot be recomputed. Register only one of "
-                "them, or pass use_checkpoint=False to auto_wrap."
-            )
         self._written |= written
         for place, tensor in buffers.places.items():
             replaced = buffers.dicts[place[0]].get(place[1]) is not tensor
             changed = replaced or place in written or id(tensor) in buffers.written
             observed[place] = changed or observed.get(place, False)
             large = tensor.numel() * tensor.element_size() > _SMALL
-            if place in new and large and not changed and place not in self._written:
+            if place in new and large and not changed and place not in self._exposed:
                 buffers.copies.pop(id(tensor), None)
         buffers.end_forward(written)
 
@@ -237,7 +230,7 @@ class Replay:
                 place since the forward.
         """
         keep_scripts()
-        self._written |= snapshot.buffers.written_since()
+        self._exposed |= snapshot.buffers.written_since()
         undo = snapshot.show()
         try:
             yield
@@ -254,20 +247,30 @@ def _is_comparable(tensor: torch.Tensor) -> bool:
 
 
 def _differ(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Return whether the values of two comparable tensors of one shape differ. NaN equals NaN."""
+    """Return whether two comparable tensors differ. NaN equals NaN."""
+    if a.shape != b.shape or a.dtype != b.dtype:
+        return True
     if torch.equal(a, b):
         return False
     inexact = a.is_floating_point() or a.is_complex()
     return not (inexact and bool(((a == b) | ((a != a) & (b != b))).all()))
 
 
-def _bytes_of(tensor: torch.Tensor) -> range:
-    """Return the addresses of a tensor's elements, from the first to the last; none if they are not known."""
-    if type(tensor) is not torch.Tensor or tensor.layout is not torch.strided or not tensor.numel():
-        return range(0)
-    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride()))
-    begin = tensor.data_ptr()
-    return range(begin, begin + (last + 1) * tensor.element_size()) if begin else range(0)
+def _clones(tensors: dict[int, torch.Tensor]) -> dict[int, torch.Tensor]:
+    """Return copies of tensors, under the same keys. Where tensors share memory, so do their copies."""
+    owners: dict[int, list[int]] = {}
+    for key, tensor in tensors.items():
+        if type(tensor) is torch.Tensor and tensor.layout is torch.strided and tensor.numel():
+            owners.setdefault(tensor.untyped_storage().data_ptr(), []).append(key)
+    copies = {}
+    for keys in owners.values():
+        if len(keys) > 1:
+            memory = tensors[keys[0]].untyped_storage().clone()
+            for key in keys:
+                tensor = tensors[key]
+                copy = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+                copies[key] = copy.set_(memory, tensor.storage_offset(), tensor.size(), tensor.stride())
+    return {key: copies[key] if key in copies else tensor.clone() for key, tensor in tensors.items()}
 
 
 def _version(tensor: torch.Tensor) -> int:
@@ -305,16 +308,14 @@ class Buffers:
         self.copies: dict[int, torch.Tensor] = {}
         self.written: set[int] = set()
 
-    def copy(self, tensor: torch.Tensor, written: bool = False) -> None:
-        """Copy the values of a buffer. One that several modules share is copied once.
+    def copy(self, places: set[Place], written: set[Place]) -> None:
+        """Copy the values of buffers. One that several modules share is copied once.
 
-        tensor: a value of `places`.
-        written: whether it is known already that the forward writes to it.
+        places: the buffers to copy.
+        written: those to which the forward is known to write.
         """
-        if id(tensor) not in self.copies:
-            self.copies[id(tensor)] = tensor.clone()
-        if written:
-            self.written.add(id(tensor))
+        self.copies = _clones({id(self.places[place]): self.places[place] for place in places})
+        self.written = {id(self.places[place]) for place in written}
 
     def written_since(self) -> set[Place]:
         """Return the buffers whose versions have changed since they were saved or, later, since the forward ended."""
@@ -324,18 +325,6 @@ class Buffers:
         """Note which buffers the forward has written to, and from now on, tell what else writes to them."""
         self.written |= {id(self.places[place]) for place in written}
         self._versions = {id(tensor): _version(tensor) for tensor in self.places.values()}
-
-    def overlapping(self, written: set[Place]) -> list[str]:
-        """Return the names of those buffers in `written` that share memory with another buffer, a different tensor."""
-        ranges = {id(tensor): _bytes_of(tensor) for tensor in self.places.values()}
-        found = []
-        for place in written:
-            mine = id(self.places[place])
-            own = ranges[mine]
-            others = [each for key, each in ranges.items() if key != mine]
-            if any(max(own.start, each.start) < min(own.stop, each.stop) for each in others):
-                found.append(place[1])
-        return sorted(found)
 
     def show(self) -> Callable[[], None]:
         """Put the saved buffers into the modules, and return a function that puts the present ones back.
@@ -348,8 +337,7 @@ class Buffers:
         shown: dict[int, torch.Tensor] = {
             id(self.places[place]): _lost(place[1], self.places[place]) for place in written
         }
-        for key in self.copies.keys() & (self.written | shown.keys()):
-            shown[key] = self.copies[key].clone()
+        shown |= _clones({key: copy for key, copy in self.copies.items() if key in self.written or key in shown})
         present = [dict(each) if each else {} for each in self.dicts]
         for buffers, saved in zip(self.dicts, self._saved):
             if saved or buffers:
@@ -393,10 +381,14 @@ class _Lost(torch.Tensor):
         raise RuntimeError(lost.reason)
 
 
-_ABOUT = {getattr(torch.Tensor, name).__get__ for name in ("shape", "ndim", "dtype", "device", "layout")} | {
-    torch.Tensor.size,
-    torch.Tensor.dim,
-    torch.Tensor.numel,
+_ABOUT = {
+    *(
+        getattr(torch.Tensor, n).__get__
+        for n in "shape ndim dtype device layout requires_grad is_cuda is_sparse".split()
+    ),
+    *(getattr(torch.Tensor, n) for n in "size dim numel stride is_contiguous is_floating_point is_complex".split()),
+    *(getattr(torch.Tensor, n) for n in "__len__ element_size new_zeros new_ones new_empty new_full".split()),
+    *(torch.zeros_like, torch.ones_like, torch.empty_like, torch.full_like),
 }
 """What may be asked of a `_Lost` tensor: functions that do not read its values."""
 
@@ -461,8 +453,7 @@ class Snapshot:
         attributes, contents = Attributes(modules), Contents(arguments)
         generators = Generators.reachable(attributes, contents, defaults)
         buffers = Buffers(attributes.buffers)
-        for tensor in buffers.places.values():
-            buffers.copy(tensor)
+        buffers.copy(set(buffers.places), set())
         return cls(buffers, attributes, contents, generators, Hooks(()))
 
     def restore(self) -> None:

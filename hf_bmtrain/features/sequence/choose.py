@@ -57,6 +57,7 @@ def choose_blocks(model: torch.nn.Module, layers: Sequence[torch.nn.Module]) -> 
     others = [layer for layer, attentions in found.items()
               if attentions and not any(type(each.config) is type(text) for each in attentions)]  # fmt: skip
     towers = {trunk_of(model, layer) for layer in others}
+    towers -= {trunk_of(model, layer) for layer, attentions in found.items() if attentions and layer not in others}
     chosen = []
     for layer, attentions in found.items():
         # Every rank computes a vision or audio tower in full, also the tower's blocks without attention, such as those

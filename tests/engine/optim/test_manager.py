@@ -1,5 +1,6 @@
 """The end of a step: clipping, loss scale, skipping, schedulers."""
 
+import functools
 from unittest import mock
 
 import numpy
@@ -429,10 +430,10 @@ def test_a_step_that_raised_can_be_repeated(first, second, loss_scale):
 @on_ranks(1)
 @pytest.mark.parametrize(
     ("then", "weight", "calls"),
-    [("again", -1.0, [1, 2, 1]), *rows_in_full([("new gradients", -2.0, [2, 3, 2]), ("load", -2.0, [2, 2, 1])])],
+    [("again", -1.0, [1, 2, 1]), *rows_in_full([("new gradients", -2.0, [2, 2, 1]), ("load", -2.0, [2, 2, 1])])],
 )
 def test_a_step_whose_scheduler_raised_can_be_repeated(then, weight, calls):
-    """No optimizer uses its gradients twice, and the schedulers after the one that raised still step."""
+    """No optimizer uses its gradients twice, and the schedulers from the one that raised on step in the repetition."""
     parts = [torch.nn.Parameter(torch.zeros(2)) for _ in range(3)]
     schedulers = [mock.Mock(**{"state_dict.return_value": {}}) for _ in parts]
     manager = bmt.optim.OptimManager(loss_scale=8.0)
@@ -540,14 +541,30 @@ def test_a_group_that_is_added_after_a_skipped_step(zeroed):
 def test_misuse():
     model, optimizer, manager, _ = make()
     shared, ordinary = list(model.parameters())[1], torch.nn.Parameter(torch.zeros(2, 3))
-    manager.add_optimizer(torch.optim.SGD([ordinary], lr=0.1))
     for parameter, name in (shared, shared.origin.path), (ordinary, r"a parameter of shape \(2, 3\)"):
-        other = torch.optim.SGD([torch.nn.Parameter(torch.zeros(2)), parameter], lr=0.1)
-        with pytest.raises(ValueError, match=rf"that was added before share {name}\. .*Give each parameter to one"):
-            manager.add_optimizer(other)
+        optimizers = [torch.optim.SGD([torch.nn.Parameter(torch.zeros(2)), parameter], lr=0.5) for _ in range(2)]
+        scaled, unscaled = bmt.optim.OptimManager(loss_scale=2.0), bmt.optim.OptimManager()
+        for each in optimizers:
+            scaled.add_optimizer(each)
+            unscaled.add_optimizer(each)
+        before = parameter.detach().clone()
+        parameter.grad = torch.ones_like(parameter)
+        with pytest.raises(ValueError, match=rf"SGD and SGD, share {name}\. .*Give each parameter to one"):
+            scaled.step()
+        unscaled.step()  # as in plain torch, both optimizers update the parameter
+        assert torch.equal(parameter.detach(), before - 1)
+        parameter.grad = torch.ones_like(parameter)
+        unscaled.clip_grad_norm(optimizers[0].param_groups, 1.0)
+        with pytest.raises(ValueError, match="share"):
+            unscaled.step()
+        parameter.grad = None
     other = torch.optim.SGD([torch.nn.Parameter(torch.zeros(2))], lr=0.1)
+    plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(other)
     with pytest.raises(TypeError, match=r"ReduceLROnPlateau.step needs arguments.* call its step yourself"):
-        manager.add_optimizer(other, torch.optim.lr_scheduler.ReduceLROnPlateau(other))
+        manager.add_optimizer(other, plateau)
+    assert len(manager.optimizers) == len(manager.schedulers) == 1
+    plateau.step = functools.wraps(plateau.step)(functools.partial(plateau.step, 1.0))
+    manager.add_optimizer(other, plateau)
     assert len(manager.optimizers) == len(manager.schedulers) == 2
     with pytest.raises(ValueError, match="needs the loss"):
         manager.backward()

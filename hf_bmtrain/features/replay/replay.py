@@ -176,7 +176,7 @@ class Replay:
     def _observe_buffers(self, buffers: Buffers, observed: dict[Place, bool], new: set[Place]) -> None:
         """Find out which buffers a forward has changed, and which copies its snapshot needs until backward.
 
-        Raises RuntimeError if the recomputation could not have the buffers that the forward had.
+        Raises RuntimeError if the forward wrote to a buffer in place that was not copied.
 
         buffers: the buffers before the forward.
         observed: see `_observed`, for its mode.
@@ -260,7 +260,8 @@ def _clones(tensors: dict[int, torch.Tensor]) -> dict[int, torch.Tensor]:
     """Return copies of tensors, under the same keys. Where tensors share memory, so do their copies."""
     owners: dict[int, list[int]] = {}
     for key, tensor in tensors.items():
-        if type(tensor) is torch.Tensor and tensor.layout is torch.strided and tensor.numel():
+        plain = type(tensor) is torch.Tensor and tensor.layout is torch.strided and tensor.device.type != "meta"
+        if plain and tensor.numel() and len(tensors) > 1:
             owners.setdefault(tensor.untyped_storage().data_ptr(), []).append(key)
     copies = {}
     for keys in owners.values():

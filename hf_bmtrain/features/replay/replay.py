@@ -382,15 +382,14 @@ class _Lost(torch.Tensor):
         raise RuntimeError(lost.reason)
 
 
-_ABOUT = {
-    *(
-        getattr(torch.Tensor, n).__get__
-        for n in "shape ndim dtype device layout requires_grad is_cuda is_sparse".split()
-    ),
-    *(getattr(torch.Tensor, n) for n in "size dim numel stride is_contiguous is_floating_point is_complex".split()),
-    *(getattr(torch.Tensor, n) for n in "__len__ element_size new_zeros new_ones new_empty new_full".split()),
-    *(torch.zeros_like, torch.ones_like, torch.empty_like, torch.full_like),
-}
+_GETTERS = ("shape", "ndim", "dtype", "device", "layout", "requires_grad", "is_cuda", "is_sparse")
+_METHODS = (
+    "size", "dim", "numel", "stride", "is_contiguous", "is_floating_point", "is_complex", "__len__", "element_size",
+    "new_zeros", "new_ones", "new_empty", "new_full",
+)  # fmt: skip
+_ABOUT = {torch.zeros_like, torch.ones_like, torch.empty_like, torch.full_like}
+_ABOUT |= {getattr(torch.Tensor, name).__get__ for name in _GETTERS}
+_ABOUT |= {getattr(torch.Tensor, name) for name in _METHODS}
 """What may be asked of a `_Lost` tensor: functions that do not read its values."""
 
 

@@ -143,6 +143,18 @@ class Growing(Layer):
         return super().forward(torch.sin(x + self.scale.sum()))
 
 
+class Asking(Layer):
+    """Asks a buffer for what is not its values."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("scale", torch.ones(6))
+
+    def forward(self, x):
+        assert self.scale.is_floating_point() and self.scale.shape == self.scale.size()
+        return super().forward(x + self.scale.new_ones(6) * torch.zeros_like(self.scale))
+
+
 def recording(module, args, output):
     """A hook that writes statistics to a buffer of the layer, after each forward."""
     module.scale.mul_(0.9).add_(0.01)
@@ -181,6 +193,12 @@ def keep(model, value):
             layer.calls.add_(1)
 
 
+def count(model, value):
+    if value > 2:
+        for layer in model.layers:
+            layer.scale.add_(1)
+
+
 def hook(model, value):
     for layer in model.layers:
         if not layer._forward_hooks:
@@ -205,6 +223,7 @@ CASES = [
     (Overlapping, nothing),
     (Hidden, nothing),
     (Growing, nothing),
+    (Asking, count),
 ]
 
 

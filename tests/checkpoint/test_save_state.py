@@ -1,5 +1,6 @@
 """save_state and load_state: bit by bit what was saved, on any number of ranks, and the newest that is whole."""
 
+import contextlib
 import copy
 import logging
 import os
@@ -443,6 +444,24 @@ def test_own_entries_of_an_optimizer(world, tmp_path, saving, loading, kind):
     for rank, (count, own, resumed) in enumerate(world(loading)(counted, str(tmp_path), kind, False)):
         assert (count, own) == (2, [10 + rank if saving == loading else 10])
         assert resumed == (weights if saving == loading else pytest.approx(weights))
+
+
+@on_ranks(2, full=(1,))
+def test_own_entries_with_sharded_tensors(folder):
+    """It is unknown to which parameters they belong. On one rank they are complete."""
+
+    class Slow(torch.optim.SGD):
+        def state_dict(self):
+            slow = {0: {"slow": [each.detach().clone() for each in self.param_groups[0]["params"]]}}
+            return {**super().state_dict(), "slow": slow}
+
+    model = bmt.auto_wrap(torch.nn.Linear(5, 3), blocks=[])
+    optimizer, manager = Slow(model.parameters(), lr=0.1), bmt.optim.OptimManager()
+    manager.add_optimizer(optimizer)
+    refused = pytest.raises(RuntimeError, match="Slow has sharded tensors in the entry 'slow'")
+    for save in (lambda: bmt.save_state(folder, model, optimizer), lambda: manager.state_dict(gather_opt=True)):
+        with refused if bmt.world_size() > 1 else contextlib.nullcontext():
+            save()
 
 
 def resumed_in_another_order(folder, kind, order):

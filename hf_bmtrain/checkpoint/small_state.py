@@ -97,7 +97,8 @@ def collect_own(
 def collect(world: World, model: torch.nn.Module, own: dict[str, Any]) -> dict[str, Any]:
     """Return the state that the file `state.pt` will contain: everything except the large tensors.
 
-    Collective: every rank must call it. Raises RuntimeError on every rank if the `extra` of a rank cannot be pickled.
+    Collective: every rank must call it. Raises RuntimeError on every rank if the object that a rank passed to
+    `save_state` as `extra` cannot be pickled.
 
     Args:
         world: the ranks that train together, with this process's rank, device and communicators.
@@ -105,8 +106,8 @@ def collect(world: World, model: torch.nn.Module, own: dict[str, Any]) -> dict[s
         own: the result of `collect_own` on this rank.
 
     Returns:
-        The state, which is the same on every rank: random generators and `extra` of every rank, parameter groups, step
-        counts, schedulers, the loss scale, and similar values.
+        The state, which is the same on every rank: the random generators of every rank, the `extra` that each rank
+        passed, parameter groups, step counts, schedulers, the loss scale, and similar values.
     """
     mine = {**own["rank"], "buffers": _own_buffers(world, model)}
     return {

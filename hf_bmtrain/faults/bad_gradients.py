@@ -299,7 +299,7 @@ def _describe(bad: Sequence[_Bad], present: int, watched: bool, size: int) -> st
     parameter outside the blocks, only its gradient is named.
 
     bad: the gradients that had inf or nan elements; at least one.
-    present: the number of gradients whose elements could be counted; if there are none, the number of all parameters.
+    present: how many gradients were checked for inf and nan, or the number of all parameters if none could be checked.
     watched: whether any rank checked its own gradients.
     size: the number of ranks.
     """

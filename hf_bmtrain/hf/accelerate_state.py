@@ -65,8 +65,8 @@ class _AcceleratorStates:
     """Contains the methods with which `shard_checkpoints` replaces `save_state` and `load_state` of an Accelerator.
 
     With automatic naming (`ProjectConfiguration(automatic_checkpoint_naming=True)`), a checkpoint is the folder
-    `project_dir`/checkpoints/checkpoint_`iteration`. Otherwise the caller passes a folder. Each save creates a new
-    subfolder of this folder (checkpoint-1, checkpoint-2 and so on), and then deletes the older subfolders.
+    `project_dir`/checkpoints/checkpoint_`iteration`. Without it, the caller passes a folder, in which each save creates
+    the next of the subfolders checkpoint-1, checkpoint-2 and so on, and then deletes the one before.
 
     Args:
         accelerator: the Accelerator.

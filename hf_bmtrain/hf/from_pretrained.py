@@ -317,11 +317,11 @@ def _report(model: torch.nn.Module, world: World) -> None:
     full = [name for name, p in model.named_parameters() if not isinstance(p, SourcedParameter)]
     mapped = [p for p in scattered if p.mapped]
     _log.info(
-        "rank %d of %d: %d parameters of %s stay in memory-mapped files, of which each rank reads only its own "
-        "elements. Each rank has copied 1/%d of the elements of %d other parameters, because transformers has "
-        "converted them (to another dtype, or by merging), or because some ranks cannot map their files. %d parameters "
-        "are not in the files, so every rank has initialized them in full%s",
-        world.rank, world.size, len(mapped), type(model).__name__, world.shard_group.size,
-        len(scattered) - len(mapped), len(full),
-        f" ({', '.join(full[:5])})" if full else "",
+        "rank %d of %d loads %s: %d parameters stay in memory-mapped files, from which each rank reads only its own "
+        "elements. Of %d parameters, each rank has a copy of its 1/%d in memory, because transformers has converted or "
+        "merged them, or because a rank cannot map their files. %d parameters are not in the files, so every rank has "
+        "initialized them in full%s",
+        world.rank, world.size, type(model).__name__, len(mapped), len(scattered) - len(mapped),
+        world.shard_group.size, len(full),
+        f" ({', '.join(full[:5])}{', ...' if len(full) > 5 else ''})" if full else "",
     )  # fmt: skip

@@ -177,7 +177,7 @@ class ForwardPass:
     def _reached(self, gradient: torch.Tensor) -> None:
         if torch.is_grad_enabled():
             raise double_backward()
-        if self.token is not None:  # otherwise the forward is still running, so the parameters are unsharded
+        if self.token is not None:  # None: a backward inside the forward, for which the parameters are still unsharded
             self.before_backward(self.token)
 
     def check_unwritten(self) -> None:

@@ -280,13 +280,13 @@ class _PeerReducer(CollectingReducer):
         return like.new_zeros(numel) if gradient is None else gradient.to(self._dtype).contiguous().view(-1)
 
     def _target(self, box: Mailbox, other: int, local_range: Range) -> Any:
-        """Return the memory of rank `other` to which this rank copies its gradients of one range of elements.
+        """Return the part of rank `other`'s mailbox into which this rank copies its gradient of `local_range`.
 
-        It is a part of that rank's mailbox, the memory into which other ranks copy gradients.
+        A rank's mailbox is memory into which the other ranks copy gradients.
 
-        box: this rank's mailbox for the same reduction. The other ranks' mailboxes for it have the same index.
-        other: the rank that stores the range.
-        local_range: the range of one tensor.
+        box: this rank's mailbox for this reduction. That of `other` has the same index.
+        other: the rank that stores the elements of `local_range`.
+        local_range: the elements of one tensor that `other` stores.
         """
         row, itemsize = self._rank - (self._rank > other), self._dtype.itemsize  # a mailbox has no row for its owner
         start = (row * self._layout.shard_numel + local_range.shard_start) * itemsize

@@ -135,8 +135,8 @@ def finish(device: torch.device) -> None:
 def has_own_memory(device: torch.device) -> bool:
     """Return whether `device` has its own memory, separate from the host's.
 
-    If it has, values that are offloaded to the host, or written to files, are first copied to host memory. The result
-    is also True for the meta device, which stands for a GPU in predictions of memory.
+    If it has, a tensor must be copied to host memory before the host can keep it there (offloading) or write it to a
+    file. The result is also True for the meta device, which stands for a GPU in predictions of memory.
     """
     return device.type != "cpu"
 

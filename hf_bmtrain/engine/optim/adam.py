@@ -586,7 +586,7 @@ class AdamOptimizer(torch.optim.Optimizer):
             state_dict: {"state": {index of a parameter, counted through all groups: {name: value}}, "param_groups": as
                 in torch}, and any entries that a subclass or a hook has added to the result of `state_dict`.
         """
-        if len(state_dict) > 2:  # only the `load_state_dict` of this subclass, or a hook, knows what they mean
+        if len(state_dict) > 2:  # only a subclass's `load_state_dict`, or a hook, can load the additional entries
             self.load_state_dict(state_dict)
         else:
             with load_hooks(self, state_dict) as complete:

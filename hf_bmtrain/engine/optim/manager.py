@@ -1005,11 +1005,13 @@ def _powers(parameters: list, order: float, device: torch.device) -> torch.Tenso
     return norms.max().reshape(1) if order == float("inf") else norms.pow(order).sum().reshape(1)
 
 
-def _flat(members: list) -> list[torch.Tensor]:
-    """Return the `.grad` of adjacent parameters as 1-D tensors that together contain every element once.
+def _flat(members: list[torch.nn.Parameter]) -> list[torch.Tensor]:
+    """Return the gradients of adjacent parameters as 1-D tensors that together contain each element of them once.
 
-    If possible, the list has one tensor, a view of the flat gradient, which also contains padding of zeros. Otherwise
-    it has one tensor for each parameter.
+    If possible, this is one tensor: a view of the flat gradient, which also contains padding of zeros. Otherwise, it is
+    one tensor for each parameter that has a `.grad`.
+
+    members: parameters that are adjacent in one flat buffer, or one parameter that is not sharded.
     """
     flat = Run.over(members).flat_gradient() if isinstance(members[0], DistributedParameter) else None
     if flat is not None:

@@ -379,8 +379,8 @@ def _gather(
 ) -> tuple[States, list[str]]:
     """Gather the full state of an optimizer in host memory.
 
-    Collective: every rank must call it. Returns the full state, and the names of the tensors that were gathered because
-    they are sharded like their parameters.
+    Collective: every rank must call it. Returns the full state, {key of a parameter: {name: value}}, and the names of
+    the values that are sharded like their parameters and were gathered, such as ["exp_avg", "exp_avg_sq"].
 
     state_dict: the optimizer's own state dict, in which each rank has its elements of the sharded tensors.
     keep: whether this rank needs the full state. If not, it takes part in the all-gathers, but an empty state is

@@ -122,8 +122,9 @@ class DistributedParameter(ShardBase, torch.nn.Parameter):
         expect_kind("group", group, (str, type(None)), "a name (str) or None")
         if data.is_meta:
             raise ValueError(
-                "data is a meta tensor, but a DistributedParameter needs values to shard. Create it on a real device. "
-                "Pass init_method= if init_parameters() should fill in the values later."
+                "data is a meta tensor, but a DistributedParameter must be created from a tensor on a real device, "
+                "also with init_method=. Pass, for example, torch.empty(shape). If init_parameters() is to fill in the "
+                "values later, pass init_method=, too."
             )
         full = torch.nn.Parameter(data.detach(), requires_grad=requires_grad)
         expect_flag("tp_mode", tp_mode)

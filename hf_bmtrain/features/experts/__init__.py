@@ -49,7 +49,8 @@ class Experts(Extension):
         changed = sum(sort_experts(block.modules()) for block in blocks if COMPILES or not block._bmt.compiled)
         if changed and plan.world.rank == 0:
             _log.info(
-                "%d mixtures of experts can use hf_bmtrain's faster forward in training. They use it if "
-                "experts_implementation is 'grouped_mm', or if their LoRA adapters are fused",
+                "%d mixtures of experts can use hf_bmtrain's faster forward in training. They use it if the model was "
+                "loaded with experts_implementation='grouped_mm', or if they have LoRA adapters and it is 'eager' or "
+                "'batched_mm'",
                 changed,
             )

@@ -244,8 +244,8 @@ def transpose(values: Tensor) -> Tensor:
     """Return the transpose of `values` (R, C) float8_e4m3fn as a new contiguous tensor (C, R).
 
     A layer calls it for a weight that was all-gathered in float8, because both factors of `product` must have the
-    summed dimension last. A CUDA kernel of this package transposes on a GPU if `values` start at a multiple of 16
-    bytes, and R and C are multiples of ALIGNMENT.
+    summed dimension last. R and C may have any values. On a GPU, a CUDA kernel of this package transposes if `values`
+    start at a multiple of 16 bytes, and R and C are multiples of ALIGNMENT. Otherwise torch transposes.
     """
     if torch.compiler.is_compiling():
         return torch.ops.hf_bmtrain.transpose_codes(values)

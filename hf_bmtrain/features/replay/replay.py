@@ -487,9 +487,10 @@ class Snapshot:
         return undo
 
     def _restore_others(self) -> Callable[[], None]:
-        """Restore all but buffers: modes, attributes, containers in the arguments, random generators and hooks.
+        """Put back all that this snapshot has saved except buffers.
 
-        Returns a function that sets all of these back to their state before this call.
+        These are the modes, the attributes, the containers in the arguments, the random generators and the hooks.
+        Returns a function that undoes this: it sets all of them to what they were before this call.
         """
         # Restore hooks before calling `is_present`, which returns False if a module that had no hooks when the
         # attributes were saved has some now.

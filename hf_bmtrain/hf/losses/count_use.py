@@ -96,8 +96,8 @@ class _Observed(torch.Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        # Functions that do not take a tensor but copy its value, such as torch.tensor(count), new_tensor and full, do
-        # not call `__torch_function__`. They come here.
+        # torch.tensor(count), new_tensor, full and the like read the value of a tensor that is passed in place of a
+        # number. They call this method, but not `__torch_function__`.
         given = args, kwargs or {}
         for use in _uses_in(given):
             use.seen = True

@@ -139,10 +139,12 @@ def hook_loss(
 
 
 def keep_hooks(model: Any, *handles: RemovableHandle) -> None:
-    """Store the handles of loss hooks, with which `claim_hooks` removes the hooks when their Trainer is gone.
+    """Store the handles of loss hooks, so that `claim_hooks` can remove the hooks of a Trainer that was deleted.
+
+    Call `claim_hooks` with the model and the hooks' Trainer first.
 
     Args:
-        model: the sharded model, after a call of `claim_hooks` for the hooks' Trainer.
+        model: the sharded model.
         *handles: the hooks' handles.
     """
     vars(base_of(model))[_HOOKS][-1][1].extend(handles)

@@ -43,6 +43,15 @@ class Tower(nn.Module):
         return self.head(x).square().mean()
 
 
+def tower_of(layer: Callable[[], nn.Module]) -> Tower:
+    """A tower in training mode whose layers `layer` makes, each from a seed of its own."""
+    model = Tower()
+    for index in range(len(model.layers)):
+        torch.manual_seed(index)
+        model.layers[index] = layer()
+    return model.train()
+
+
 def ids(step: int, rank: int) -> torch.Tensor:
     return torch.randint(11, (4, 3), generator=torch.Generator().manual_seed(10 * step + rank))
 

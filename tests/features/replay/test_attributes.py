@@ -11,7 +11,7 @@ from torch import nn
 import hf_bmtrain as bmt
 from cases import full, pairwise
 from ranks import on_ranks
-from twins import Layer, Tower, check_gradients, ids
+from twins import Layer, Tower, check_gradients, ids, tower_of
 
 
 class Counting(Layer):
@@ -127,14 +127,6 @@ def count(module, args, output):
     return output * module.calls
 
 
-def tower(layer):
-    model = Tower()
-    for index in range(len(model.layers)):
-        torch.manual_seed(index)
-        model.layers[index] = layer()
-    return model.train()
-
-
 LAYERS = [Counting, Late, Averaging, Remembering, Swapping, Hooked, Scheduled]
 
 
@@ -152,7 +144,7 @@ def test_state(layer, use_checkpoint, together):
     """Every rank has the same rows, so that its layers have the state of the twin's."""
 
     def make():
-        return ScheduledTower() if layer is Scheduled else tower(layer)
+        return ScheduledTower() if layer is Scheduled else tower_of(layer)
 
     model, twin = bmt.auto_wrap(make(), use_checkpoint=use_checkpoint), make()
     optimizers = [torch.optim.SGD(each.parameters(), lr=0.001) for each in (model, twin)]
@@ -178,7 +170,7 @@ def test_state(layer, use_checkpoint, together):
 @on_ranks(2, full=(1,))
 def test_dropped():
     """What is kept of the attributes makes no circle: a dropped model is freed at once."""
-    model = bmt.auto_wrap(tower(Remembering))
+    model = bmt.auto_wrap(tower_of(Remembering))
     model(ids(0, 0)).backward()
     references = [weakref.ref(layer) for layer in model.layers]
     gc.collect()

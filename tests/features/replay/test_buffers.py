@@ -6,7 +6,7 @@ import torch
 import hf_bmtrain as bmt
 from cases import pairwise
 from ranks import on_ranks
-from twins import Layer, Tower, check_gradients, ids
+from twins import Layer, check_gradients, ids, tower_of
 
 
 class Scaled(Layer):
@@ -160,14 +160,6 @@ def recording(module, args, output):
     module.scale.mul_(0.9).add_(0.01)
 
 
-def tower(layer):
-    model = Tower()
-    for index in range(len(model.layers)):
-        torch.manual_seed(index)
-        model.layers[index] = layer()
-    return model.train()
-
-
 def assign(model, value):
     for layer in model.layers:
         layer.scale = torch.tensor(value)
@@ -236,7 +228,7 @@ CASES = [
 def test_gradients(case, forwards):
     """Gradients, losses and buffers are those of plain torch, where the buffer is also changed after the forwards."""
     layer, change = case
-    model, twin = bmt.auto_wrap(tower(layer)), tower(layer)
+    model, twin = bmt.auto_wrap(tower_of(layer)), tower_of(layer)
     for step in range(4):
         losses = [torch.zeros(()), torch.zeros(())]
         for number in range(forwards):
@@ -258,7 +250,7 @@ def test_gradients(case, forwards):
 @on_ranks(2)
 def test_late_writes_are_refused():
     """Values that nothing has copied, because no write was expected, cannot be recomputed from."""
-    model = bmt.auto_wrap(tower(Scaled))
+    model = bmt.auto_wrap(tower_of(Scaled))
     model(ids(0, 0)).backward()
     loss = model(ids(1, 0))
     fill(model, 2.0)

@@ -6,7 +6,7 @@ import torch
 import hf_bmtrain as bmt
 from cases import in_full
 from recomputed_models import Cache, Decoder, Ranged
-from twins import WIDTH, Layer, Tower, check_gradients, ids
+from twins import WIDTH, Layer, check_gradients, ids, tower_of
 
 
 class Late(Layer):
@@ -24,17 +24,9 @@ class Late(Layer):
         return super().forward(x, shift)
 
 
-def tower(layer):
-    model = Tower()
-    for index in range(len(model.layers)):
-        torch.manual_seed(index)
-        model.layers[index] = layer()
-    return model.train()
-
-
 def buffers(retain):
     """Gradients and buffers are the plain model's, after each of two backwards through one graph too."""
-    model, twin = bmt.auto_wrap(tower(Ranged)), tower(Ranged)
+    model, twin = bmt.auto_wrap(tower_of(Ranged)), tower_of(Ranged)
     for step in range(3):
         for either in (model, twin):
             loss = either(ids(step, 0))
@@ -52,7 +44,7 @@ def buffers(retain):
 
 
 def unexpected():
-    model = bmt.auto_wrap(tower(Late))
+    model = bmt.auto_wrap(tower_of(Late))
     model(ids(0, 0))
     with pytest.raises(RuntimeError, match=r"^Late changed its buffers \['calls'\]"):
         model(ids(1, 0))
@@ -73,7 +65,7 @@ class Scaled(Layer):
 
 def modes():
     """Backward recomputes in the modes of the forward, which may have changed since; the present modes stay."""
-    model, twin = bmt.auto_wrap(tower(Scaled)), tower(Scaled)
+    model, twin = bmt.auto_wrap(tower_of(Scaled)), tower_of(Scaled)
     for change in ("all", "dropout", "norm"):
         for either in (model, twin):
             either.train()
@@ -93,7 +85,7 @@ def modes():
 
 def thawed():
     """A norm that was frozen writes its buffers from the second step on."""
-    model, twin = bmt.auto_wrap(tower(Scaled)), tower(Scaled)
+    model, twin = bmt.auto_wrap(tower_of(Scaled)), tower_of(Scaled)
     for training in (False, True, False, True):
         for either in (model, twin):
             either.zero_grad()

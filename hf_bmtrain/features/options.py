@@ -83,7 +83,7 @@ class Options:
                 "cuda_graphs=True needs blocks that are compiled with the backend 'inductor', but compile is "
                 f"{self.compile!r}. Pass compile=True as well."
             )
-        others = ("float8", "quantize_frozen", "offload_activations")
+        others = ("quantize_frozen", "offload_activations")
         given = [f"{name}={getattr(self, name)!r}" for name in others if getattr(self, name)]
         given += [f"sequence_parallel={self.sequence_parallel}"] if self.sequence_parallel != 1 else []
         if given:

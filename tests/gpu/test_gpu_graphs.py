@@ -23,6 +23,8 @@ CASES = {
     "evaluated": {"family": "llama", "evaluate": True},
     "experts": {"family": "mixtral", "use_checkpoint": False, "dtype": torch.bfloat16},
     "encoder and decoder": {"family": "t5"},
+    "float8": {"family": "llama", "float8": True, "use_checkpoint": False, "dtype": torch.bfloat16},
+    "float8, recomputed": {"family": "gpt2", "float8": True, "dtype": torch.bfloat16, "evaluate": True},
 }
 ADAPTERS = {
     "adapters": {"family": "llama", "adapters": True},

@@ -4,6 +4,7 @@ import torch
 
 import hf_bmtrain as bmt
 from common.adapters import add_adapters
+from float8_models import build as build_for_float8
 from hf_bmtrain.engine.blocks.block import CheckpointBlock
 from tiny_models import batch, build
 
@@ -16,7 +17,7 @@ def train(
 ):  # fmt: skip
     """Losses and final weights. forwards: losses that one backward sums. backwards: accumulated before a step."""
     torch._dynamo.reset()
-    model = build(family).to(dtype)
+    model = (build_for_float8 if options.get("float8") else build)(family).to(dtype)
     bmt.current_world().schedule.collective_layers = False  # an earlier test in this process may have set it
     model = bmt.auto_wrap((model if prepare is None else prepare(model)).train(), compile=True, **options)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]

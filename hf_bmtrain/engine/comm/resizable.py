@@ -58,6 +58,12 @@ class ResizableStorage:
         if not self.allocated:
             self._storage.resize_(self._nbytes)
 
+    def release_address(self) -> None:
+        """Undo `keep_address`: `free` frees the memory again. If it is marked as not allocated, it is freed now."""
+        self.keeps_address = False
+        if not self.allocated:
+            self._storage.resize_(0)
+
     def free(self) -> None:
         """Free the memory. If `keeps_address` is True, keep it, and only mark it as not allocated.
 

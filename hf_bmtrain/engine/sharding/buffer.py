@@ -73,6 +73,7 @@ class ShardedBuffer:
     """
 
     shard: torch.Tensor
+    _target: ResizableStorage | None
     _ticket: Ticket | None = None
     keeps_address = False
 
@@ -129,9 +130,12 @@ class ShardedBuffer:
                 read from `target`. Pass None, the default, if parameters that this rank stores in full are read from
                 `source` itself: it selects the ranges of parameters that are split between ranks.
         """
+        if self.keeps_address:
+            if self._target is not None and self._target is not target:
+                self._target.release_address()
+            if target is not None:
+                target.keep_address()
         self._source, self._target = source, target
-        if target is not None and self.keeps_address:
-            target.keep_address()
         self._cut = self.layout.cut_ranges(self.rank) if cut is None else cut
         # Copies from other GPUs' memory are not collectives, so they are not recorded in the collective log.
         self._collective_log = self.communicator.collective_log if self._gather.is_collective(source) else None
@@ -212,9 +216,8 @@ class ShardedBuffer:
         memory again after each `reshard`.
         """
         self.keeps_address = True
-        for memory in (self._target, self.storage.full):
-            if memory is not None:
-                memory.keep_address()
+        if self._target is not None:
+            self._target.keep_address()
 
     @property
     def needs_collective(self) -> bool:

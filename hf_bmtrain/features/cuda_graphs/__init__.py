@@ -41,7 +41,6 @@ from ...engine.blocks.observer import Observer
 from ...engine.runtime.world import World
 from ...engine.sharding.parameter import DistributedParameter
 from ...engine.sharding.sourced import SourcedParameter
-from ...engine.sharding.storage import Storage
 from ...engine.wrap.extension import Extension, WrapPlan
 from ..options import Options
 
@@ -211,7 +210,7 @@ def _check_torch() -> None:
         )
 
 
-_STORED = "graphs would copy, in each step, weights stored in float8, quantized, or split by tensor parallelism"
+_STORED = "graphs would copy, in each step, weights that are quantized or split by tensor parallelism"
 _PLAIN = (torch.nn.Parameter, SourcedParameter, DistributedParameter)
 _COMMUNICATES = "a model of this process communicates inside layers (sequence_parallel, or tensor parallelism)"
 
@@ -221,7 +220,7 @@ def _refuse(block: BlockState, requested: str) -> None:
 
     requested: the mode or option of torch.compile that requests them.
     """
-    if any(type(buffer.storage) is not Storage for buffer in block.buffers):
+    if not all(buffer.storage.has_fixed_addresses for buffer in block.buffers):
         reason = _STORED
     elif block.inputs is not None:
         reason = "graphs could overwrite the inputs that offload_activations copies to host memory"

@@ -176,8 +176,7 @@ class Float8Storage(Storage):
             return super().view(index, shape)
         if index < self._small:
             return self._shown[index]
-        shard = self.buffer.shard
-        return torch.full((1,), float("nan"), dtype=shard.dtype, device=shard.device).expand(shape)
+        return self._absent.expand(shape)
 
     @property
     def _weights(self) -> list[GatheredFactor]:
@@ -221,6 +220,7 @@ class Float8Storage(Storage):
         # an all-gather sends is always zero.
         self._rounded = self._shards.allocate(layout.shard_numel, torch.uint8, device, buffer.update.wait)
         self._arrived = ResizableStorage(layout.numel, torch.uint8, device, self._poison)
+        self._absent = torch.full((1,), float("nan"), dtype=buffer.shard.dtype, device=device)
         ranges = [
             (local_range.shard_start, local_range.shard_stop) for local_range in buffer.local_ranges[self._small :]
         ]

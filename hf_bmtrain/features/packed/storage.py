@@ -99,6 +99,7 @@ class PackedStorage(Storage):
     """
 
     unpacks = True
+    has_fixed_addresses = False
     read_only = "they are quantized. To merge adapters, load the model without quantize_frozen or load_in_4bit"
     full: ResizableStorage
     stored: torch.Tensor

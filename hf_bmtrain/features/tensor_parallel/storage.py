@@ -21,6 +21,8 @@ class WholeStorage(Storage):
             same StorageKind, so that its gradient is averaged over the same ranks.
     """
 
+    has_fixed_addresses = False
+
     def __init__(self, kind: StorageKind) -> None:
         self.kind = kind
 

@@ -11,9 +11,13 @@ import torch
 import four_bit
 import hf_bmtrain as bmt
 from cases import slow
+from float8_models import build as build_for_float8
+from float8_models import rows
 from graph_checks import beside_no_graphs, move
 from hf_bmtrain.engine.base.torch_internals import top_saved_tensors_hooks
+from hf_bmtrain.engine.sharding.slots import buffers_of
 from hf_bmtrain.features.cuda_graphs import RecordedBlocks
+from hf_bmtrain.features.float8.storage import Float8Storage
 from hf_bmtrain.features.options import Options
 from ranks import on_ranks
 from tiny_models import batch, build
@@ -76,6 +80,39 @@ def test_addresses():
 @on_ranks(2)
 def test_addresses_compiled():
     check_addresses()
+
+
+def all_addresses(storage):
+    """The addresses of what layers read, and of the memory into which it is gathered."""
+    read = [*storage.buffer.full_params, *(each for factor in storage.factors if factor for each in factor)]
+    return [each.data_ptr() for each in (*read, storage._arrived.tensor)]
+
+
+@needs_hooks
+@on_ranks(2)
+def test_addresses_in_float8():
+    """The gathered factors of products keep their addresses, and the full weights in their own dtype no memory."""
+    bmt.current_world().schedule.collective_layers = False  # an earlier test in this process may have set it
+    with (
+        mock.patch.object(torch, "compile", uncompiled),
+        mock.patch.object(torch.compiler, "cudagraph_mark_step_begin"),
+    ):
+        model = bmt.auto_wrap(build_for_float8("llama"), compile=True, cuda_graphs=True, float8=True)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        storages = [buffer.storage for buffer in buffers_of(model) if isinstance(buffer.storage, Float8Storage)]
+        assert len(storages) == len(model.model.layers)
+        seen, others = [], []
+        for step in range(3):
+            model(**rows(step, bmt.rank())).loss.backward()
+            assert all(storage.in_float8 and not storage.buffer.is_unsharded for storage in storages)
+            assert not any(storage.full.tensor.untyped_storage().nbytes() for storage in storages)
+            seen.append([all_addresses(storage) for storage in storages])
+            optimizer.step()
+            optimizer.zero_grad()
+            model.state_dict()  # gathers the full weights in their own dtype, and frees them
+            others.append([torch.empty_like(storage._arrived.tensor) for storage in storages])  # takes freed memory
+    assert seen[0] == seen[1] == seen[2]
+    assert all(addresses[-1] for addresses in seen[0])
 
 
 @needs_hooks
@@ -188,7 +225,7 @@ def test_the_outputs_of_the_last_block_are_copied():
 @pytest.mark.parametrize(
     "options",
     [
-        {"compile": False}, {"compile": "eager"}, {"float8": True}, {"quantize_frozen": "nf4"},
+        {"compile": False}, {"compile": "eager"}, {"quantize_frozen": "nf4"},
         {"sequence_parallel": 2}, {"offload_activations": True},
     ],
     ids=str,
@@ -216,7 +253,7 @@ def test_refused_before_anything_is_sharded():
         bmt.auto_wrap(model, compile=True, cuda_graphs=True)
     quantized = build("llama").requires_grad_(False)
     four_bit.quantize_layers(quantized.model.layers, False)
-    with pytest.raises(ValueError, match="stored in float8, quantized"):
+    with pytest.raises(ValueError, match="weights that are quantized"):
         bmt.auto_wrap(quantized, compile=True, cuda_graphs=True)
     assert not any(isinstance(module, bmt.DistributedModule) for module in model.modules())
     bmt.auto_wrap(model)

@@ -142,11 +142,11 @@ def auto_wrap(
         mlp_chunks: the number of chunks of tokens that the MLP of each block computes one after another. N chunks
             reduce the memory for its intermediate activations to 1/N.
         cuda_graphs: whether compiled blocks are replayed as CUDA graphs. This helps if the host takes longer to launch
-            a block's kernels than the GPU takes to run them: in small models, with adapters, with experts. Needs
-            `compile=True`. The full parameters and activations of blocks then keep their memory from step to step, so
-            frozen blocks stay unsharded even with keep_frozen=False, and keep_frozen="auto" means True. Inputs should
-            have the same shapes in each step, because a graph is recorded for each shape. On the CPU no graphs are
-            recorded, but parameters keep their memory there too.
+            a block's kernels than the GPU takes to run them: in small models, with adapters, with experts, or with
+            float8 and few tokens. Needs `compile=True`. The full parameters and activations of blocks then keep their
+            memory from step to step, so frozen blocks stay unsharded even with keep_frozen=False, and
+            keep_frozen="auto" means True. Inputs should have the same shapes in each step, because a graph is recorded
+            for each shape. On the CPU no graphs are recorded, but parameters keep their memory there too.
 
     Returns:
         `model`.

@@ -1,15 +1,15 @@
 """`auto_wrap(compile=True, cuda_graphs=True)`: the forward and the backward of each block are replayed as CUDA graphs.
 
-A compiled layer of a small model, or one with adapters or experts, runs up to a hundred short kernels. Launching them
-takes the host longer than running them takes the GPU. torch.compile can record the kernels (`mode="reduce-overhead"`)
+A compiled layer of a small model, or one with adapters, experts or float8, runs up to a hundred short kernels. The host
+may take longer to launch them than the GPU to run them. torch.compile can record the kernels (`mode="reduce-overhead"`)
 and launch them together. All-gathers, reductions and everything else between blocks are not recorded.
 
 A recorded graph reads parameters at fixed addresses. torch places the results of all graphs of a step in one memory
 pool, at the same addresses in each step, so each step overwrites the results of the step before. Therefore:
 
-* The memory of blocks' full parameters stays allocated, at the same addresses. If the addresses changed, torch would
-  record the graphs again, which costs more than graphs save. Since resharding would free no memory, blocks also stay
-  unsharded between forward and backward, and frozen parameters stay unsharded between steps.
+* The memory into which a block's parameters are all-gathered stays allocated, at the same addresses. If the addresses
+  changed, torch would record the graphs again, which costs more than graphs save. Since resharding would free no
+  memory, blocks also stay unsharded between forward and backward, and frozen parameters stay unsharded between steps.
 * `RecordedBlocks` tells torch when a step begins and the pool may be overwritten. It raises an error if a result of the
   step before is still in use.
 * The outputs of the last block are copied out of the pool, because the model returns them to the user.

@@ -21,11 +21,12 @@ from .unused import UnusedParameters
 
 
 class _Norms:
-    """Callable that returns the SegmentNorms of a flat gradient, an object that computes the norm of each `.grad`.
+    """Creates a SegmentNorms, which computes the norms of the `.grad`s in a flat gradient, when it is first needed.
 
-    The object is created only at the first call, because usually no norm is read. Later calls return the same object.
+    Calling this object returns the SegmentNorms. The first call creates it, and later calls return the same one. It is
+    not created earlier, because the norms are usually not read.
 
-    arguments: the arguments with which to create the SegmentNorms.
+    arguments: the arguments of SegmentNorms.
     """
 
     def __init__(self, arguments: tuple) -> None:
@@ -325,7 +326,7 @@ class GradientBuffer:
         return True
 
     def decide(self) -> None:
-        """Set the `.grad` of parameters that this rank did not use in the backward, but another rank did.
+        """Set the `.grad` of the parameters that only other ranks used in the backward.
 
         If `receive` returned True, call this before the next reduction of the buffer. The host waits for the mean
         gradient. Nothing is done if `receive` returned False, or while a reduction is pending.
@@ -440,8 +441,8 @@ class GradientBuffer:
         float32 copy of a half-precision `shard`, or `shard` itself if it is float32 or wider.
 
         The user may also have replaced the `.grad` of a parameter, or set it to None. The parameter's part of the sum
-        is then overwritten with the present `.grad`, or with zeros if it is None. The former `.grad`, which the user
-        may still have, keeps its values in other memory.
+        is then overwritten with the present `.grad`, or with zeros if it is None. The user may still refer to the
+        former `.grad`, so it is copied to other memory.
         """
         if self.shard is None:
             self.shard = torch.zeros_like(self._like)

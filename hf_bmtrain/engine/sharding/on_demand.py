@@ -83,8 +83,8 @@ class OnDemandGather:
     def buffers(self) -> tuple[ShardedBuffer]:
         """The flat buffer that this object unshards, as a tuple of one element.
 
-        A block has an attribute of the same name, with several flat buffers. So the Schedule can order the all-gathers
-        and reductions of blocks and of OnDemandGathers in the same way.
+        Blocks have an attribute of the same name, which may contain several flat buffers. This allows the Schedule to
+        treat blocks and OnDemandGathers alike.
         """
         return (self._buffer,)
 
@@ -158,12 +158,13 @@ class OnDemandGather:
             self._read_elsewhere = True
 
     def note_read(self) -> None:
-        """Record that a parameter is read by a fused loss, or by `read_full` outside a forward or during a backward.
+        """Record that a parameter was read in a way for which it is unknown when backward computes the gradient.
 
-        `DistributedParameter.gather` and functions of torch call `DistributedParameter.read_full`.
+        If gradients are enabled now, all later backwards reduce the gradients of the buffer's parameters only at their
+        end. Called in two cases:
 
-        It is not known when backward will compute the gradient that comes from such a read. So if gradients are enabled
-        now, all later backwards reduce the gradients of the buffer's parameters only at their end.
+        * A fused loss reads the parameter.
+        * `DistributedParameter.gather`, or a function of torch, reads it outside a forward or during a backward.
         """
         if torch.is_grad_enabled():
             self._read_elsewhere = True
@@ -187,12 +188,11 @@ class OnDemandGather:
         return full
 
     def full_params(self, index: int) -> list[torch.nn.Parameter]:
-        """Return the full Parameter objects that get gradients of one parameter. They share memory.
+        """Return all Parameter objects for which autograd computes gradients of one parameter.
 
-        There is one for each module that has read the parameter while it was trained. Each module reads its own
-        Parameter object, so that autograd computes the gradient of each module separately.
-        `loss.backward(inputs=[parameter])` needs all of them: autograd must compute gradients for these objects, not
-        for the local parameter that the user has passed.
+        There is one for each module that has read the parameter while it was trained, so that autograd computes the
+        gradient of each module separately. All have the full shape and share memory. In
+        `loss.backward(inputs=[parameter])`, these objects replace the local parameter that the user has passed.
 
         index: the index of the parameter in the flat buffer.
         """

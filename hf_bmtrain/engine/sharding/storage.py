@@ -336,7 +336,7 @@ class StorageKind:
 
     @property
     def parameter_class(self) -> type[DistributedParameter] | None:
-        """The class of the local parameters in flat buffers with this storage. None stands for DistributedParameter."""
+        """The class of the local parameters in flat buffers of this kind. None means DistributedParameter."""
         return None
 
 

@@ -191,9 +191,9 @@ class BlockState:
         return outputs, differentiable
 
     def _forward_to_recompute(self, layer_forward: Callable, args: tuple, kwargs: dict) -> Any:
-        """Run the layer's forward so that backward recomputes it, and return its outputs.
+        """Run a forward of the layer that backward will recompute, and return its outputs.
 
-        It is recomputed by the layer's compiled graph if possible, and by torch's checkpoint otherwise.
+        The layer's compiled graph recomputes it if possible. Otherwise torch's checkpoint does.
 
         layer_forward: the layer's forward, or the function that replaces it (`own_forward`).
         args, kwargs: the arguments of the forward.
@@ -285,9 +285,10 @@ class BlockState:
         return self.recompute.kept_in_graph(args, kwargs, self.pending)
 
     def _inside(self, layer_forward: Callable, /, *args, **kwargs) -> Any:
-        """Run the layer's forward, and return its outputs, with copies in place of views of the block's parameters.
+        """Run the layer's forward, and return its outputs. Views of the block's parameters are replaced by copies.
 
-        Such a view would become invalid when the block is resharded, although other modules may still read it.
+        A view would become invalid when the block is resharded, although other modules may still read it. Views in
+        lists and dicts among the arguments are replaced, too.
 
         layer_forward: the layer's forward, or a function that replaces it.
         args, kwargs: the arguments of the forward.
@@ -314,7 +315,7 @@ class BlockState:
     # -- recompute by a checkpoint around the block -------------------------------------------------------------
 
     def _recompute_for_others(self, layer_forward: Callable, args: tuple, kwargs: dict) -> Any:
-        """Run the forward again, because an activation checkpoint around the block, not the block's own, recomputes it.
+        """Run the forward again in backward, for an activation checkpoint that the user has put around the block.
 
         The block is unsharded first if necessary, because its backward may not have started yet. If the first forward
         ran inside the block's own checkpoint, this forward does too, because autograd must save the same tensors again.

@@ -43,16 +43,16 @@ class BackwardParticipant(Protocol):
     def buffers(self) -> Sequence[ShardedBuffer]: ...
 
     def finish_backward(self) -> None:
-        """Reshard, and start those reductions that the backward has not started yet. Called at the end of a backward.
+        """Free the full parameters, and start the reductions of gradients that the backward has not started yet.
 
-        Collective: every rank must call it.
+        Called at the end of a backward. Collective: every rank must call it.
         """
 
     def abandon_backward(self) -> None:
-        """Drop this participant's gradients, and reshard, after a backward that raised an exception.
+        """Free the full parameters, and drop the gradients of a backward that raised an exception.
 
-        The schedule calls this instead of `finish_backward`, in `discard_failed_backward`: for example when the next
-        forward begins, or the next model is wrapped.
+        The schedule calls this instead of `finish_backward`, for example when the next forward begins or the next model
+        is wrapped (see `Schedule.discard_failed_backward`).
         """
 
 
@@ -545,10 +545,10 @@ class Schedule:
     def prefetch_tail(self, running: ForwardPass) -> None:
         """Start the all-gathers of the root parameters that the running forward will probably read after its blocks.
 
-        Root parameters are those outside blocks, such as those of the head. Called in each call of a block, after the
-        block has been unsharded. If the module's previous training forward made n calls of blocks, only the n-th call
-        has an effect. If the forward does not read the parameters, they are resharded at its end. Collective: every
-        rank must call it.
+        Root parameters are those outside blocks, such as those of the head. This method is called in each call of a
+        block, after the block has been unsharded. It starts the all-gathers only in the call that is probably the last:
+        the n-th, if the module's previous training forward made n calls of blocks. If the forward does not read the
+        parameters, they are resharded at its end. Collective: every rank must call it.
         """
         if running.expected is not None and running.calls == running.expected.calls:
             running.prefetched = running.expected.tail
@@ -756,8 +756,8 @@ class Schedule:
         these parameters are complete, and their reduction can overlap with the backward of the blocks. The full
         gradients are then freed early. Collective: every rank must call it.
 
-        The reduction is left to the end of the backward for gradients that may still change, if a backward runs inside
-        another one, and if the ranks may enter different blocks.
+        In three cases, the reduction starts only at the end of the backward: the gradients may still change, a backward
+        runs inside another one, or the ranks may enter different blocks.
         """
         forward_pass.last = None  # so that a second backward through the same forward does not call this method
         if len(self._members) > 1 or self.negotiated is not None:
@@ -795,7 +795,7 @@ class Schedule:
             self._pending.popleft()
 
     def _decide(self) -> None:
-        """Set the `.grad` of parameters that this rank did not use in this backward but another rank did.
+        """Set the `.grad` of the parameters that only other ranks used in this backward.
 
         `_receive` sets the `.grad` of the parameters that this rank used. A parameter that this rank did not use, and
         that has no `.grad` yet, gets one only if another rank used it. If that is still unknown when `_receive` is

@@ -487,7 +487,7 @@ def check_keys(optimizer: torch.optim.Optimizer, state: Iterable[Any]) -> None:
 
 
 def _with_quantized(values: dict[str, Any]) -> dict[str, Any]:
-    """Return a parameter's state as a flat dict: merge the nested dict in which some 8-bit optimizers keep tensors."""
+    """Return a parameter's state as a flat dict. Some 8-bit optimizers store tensors in a nested dict; merge it."""
     return {**{name: value for name, value in values.items() if name != _QUANTIZED}, **values.get(_QUANTIZED, {})}
 
 

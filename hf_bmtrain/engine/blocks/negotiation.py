@@ -33,9 +33,10 @@ _END = 6 * _SPACE
 
 
 class _Requests(NamedTuple):
-    """The numbers of the collectives of one flat buffer. A rank requests a collective by its number.
+    """The numbers of the collectives of one flat buffer, in a model whose ranks may enter different blocks.
 
-    If ranks request different collectives, the one with the smallest number is issued first.
+    A rank requests each collective by its number. If ranks request different collectives, the one with the smallest
+    number is issued first.
 
     Attributes:
         forward: the number of the all-gather in a forward.

@@ -517,11 +517,12 @@ class Schedule:
 
     @property
     def negotiated(self) -> int | None:
-        """The pass that an uneven model is running: FORWARD, EVALUATION (without gradients) or BACKWARD; else None.
+        """The kind of pass that an uneven model is running: FORWARD, EVALUATION or BACKWARD; None if there is none.
 
-        A model is uneven if the ranks may enter different blocks of it. During its passes, the ranks must agree on each
-        collective before they start it. So code that is about to start a collective reads this property. If the value
-        is not None, the code first calls `negotiation`, which writes the value to the collective log.
+        A model is uneven if the ranks may enter different blocks of it. During its passes (an EVALUATION is a forward
+        without gradients), the ranks must agree on each collective before they start it. So code that is about to start
+        a collective reads this property. If the value is not None, the code first calls `negotiation`, which writes the
+        value to the collective log.
         """
         if self._passes:
             uneven = any(each.negotiation is not None for passes in self._passes.values() for each in passes)
@@ -685,7 +686,7 @@ class Schedule:
             observer.end_backward()
 
     def discard_failed_backward(self) -> None:
-        """Clean up after a backward that raised an exception: drop its gradients and pending reductions, and reshard.
+        """Clean up after a backward that raised an exception: drop its gradients and reductions, and reshard.
 
         Nothing is called when a backward fails, so this is called later: for example, when the next forward begins or
         the next model is wrapped. If no backward has failed, or if a backward is running, this does nothing. A failed

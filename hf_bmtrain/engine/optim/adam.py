@@ -578,9 +578,9 @@ class AdamOptimizer(torch.optim.Optimizer):
         the caller must not write to them. Every rank must call it, because the next `step` compares what the ranks have
         loaded.
 
-        The weights may be loaded before or after this call, and prevail over the loaded masters: if a master does not
-        round to its weight, the next step first replaces the master by a value that does. (After `load_state_dict`, the
-        masters prevail.)
+        The weights may be loaded before or after this call, and take precedence over the loaded masters: if a master
+        does not round to its weight, the next step first replaces the master by a value that does. (After
+        `load_state_dict`, the masters take precedence.)
 
         Args:
             state_dict: {"state": {index of a parameter, counted through all groups: {name: value}}, "param_groups": as

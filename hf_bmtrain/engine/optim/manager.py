@@ -601,6 +601,8 @@ class OptimManager:
         Raises:
             RuntimeError: an optimizer keeps its state under names instead of parameters.
             RuntimeError: `gather_opt` is True, and the ranks have state for different parameters.
+            RuntimeError: `gather_opt` is True, there are several ranks, and the state dict of an optimizer has sharded
+                tensors in an entry other than "state".
             RuntimeError: on a GPU, the previous step was skipped because a gradient was inf or nan; and the skipped
                 steps have reached the limit `max_skipped_steps`, or an AdamOffloadOptimizer had already updated weights
                 with this gradient.

@@ -207,11 +207,11 @@ def is_unchanged(parameter: torch.nn.Parameter, seen: tuple[torch.Tensor, int]) 
 
 
 def index_bases(groups: Sequence[dict]) -> dict[Any, int]:
-    """Index all elements of an optimizer's parameters. Stochastic rounding derives its random bits from these indices.
+    """Number the elements of an optimizer's parameters. Stochastic rounding derives its random bits from these numbers.
 
-    Returns {flat buffer or unsharded parameter: index of its first element}. All elements of the flat buffers (on all
-    ranks) and of the unsharded parameters are numbered consecutively, in the order in which the buffers and parameters
-    first occur in `groups`.
+    All elements of the flat buffers (on all ranks) and of the unsharded parameters are numbered consecutively, in the
+    order in which the buffers and parameters first occur in `groups`. Returns {flat buffer or unsharded parameter: the
+    number of its first element}.
 
     groups: the optimizer's `param_groups`.
     """
@@ -303,8 +303,8 @@ class RunState:
     def is_stale(self) -> bool:
         """True if there may be float32 masters that do not round to their weights.
 
-        Masters are the copies of full precision that the optimizer updates. Other code may have written the weights, or
-        filled the masters from a checkpoint, since masters and weights were last compared. If so, call
+        Masters are the float32 copies of half-precision weights that the optimizer updates. Other code may have written
+        the weights, or filled the masters from a checkpoint, since masters and weights were last compared. If so, call
         `master.follow_weight()` before the masters are updated or saved: it changes masters that do not round to their
         weights. False for masters that are stored as differences from the weights (residuals), which always fit, and
         for float32 weights, which have no separate masters.

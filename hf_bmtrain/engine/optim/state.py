@@ -48,6 +48,8 @@ def save_state(optimizer: torch.optim.Optimizer, world: World, gather: bool) -> 
     Raises:
         RuntimeError: the optimizer keeps its state under names instead of parameters.
         RuntimeError: `gather` is True, and the ranks have state for different parameters.
+        RuntimeError: `gather` is True, there are several ranks, and the optimizer's state dict has sharded tensors in
+            an entry other than "state".
     """
     full_state: FullState | None = getattr(optimizer, "full_state", None)
     with nullcontext() if full_state is None else full_state.local():
@@ -487,7 +489,10 @@ def check_keys(optimizer: torch.optim.Optimizer, state: Iterable[Any]) -> None:
 
 
 def _with_quantized(values: dict[str, Any]) -> dict[str, Any]:
-    """Return a parameter's state as a flat dict. Some 8-bit optimizers store tensors in a nested dict; merge it."""
+    """Return a parameter's optimizer state with all tensors at the top level of the dict.
+
+    Some 8-bit optimizers store a part of the state in a nested dict.
+    """
     return {**{name: value for name, value in values.items() if name != _QUANTIZED}, **values.get(_QUANTIZED, {})}
 
 

@@ -126,9 +126,8 @@ class ShardedBuffer:
                 gathered.
             cut: the ranges (start, stop) of this rank's own `source` that an all-gather must copy to `target`. The
                 rest of this rank's part of `target` may stay unwritten. (Elements of other ranks are always copied.)
-                Pass [(0, n)] if all full parameters are views of `target`. None, the default, selects the elements of
-                parameters that are split between ranks. It is right if a parameter that this rank stores in full is
-                read from `source`.
+                Pass [(0, n)] if all full parameters are views of `target`. None, the default, selects only the elements
+                of parameters that are split between ranks. Other parameters must then be read from `source`.
         """
         self._source, self._target = source, target
         if target is not None and self.keeps_address:
@@ -300,9 +299,9 @@ class ShardedBuffer:
 
     @property
     def sharded(self) -> bool:
-        """Whether the full buffer has its own memory. If False, the shard is the full buffer.
+        """Whether the full buffer has its own memory. If False, the shard itself is the full buffer.
 
-        False if there is only one shard (usually, one rank) and the parameters are not quantized, otherwise True.
+        The shard is the full buffer if there is only one shard (as with one rank), unless the parameters are quantized.
         """
         return not self._alone
 

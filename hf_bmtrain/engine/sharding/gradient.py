@@ -21,7 +21,7 @@ from .unused import UnusedParameters
 
 
 class _Norms:
-    """Creates a SegmentNorms, which computes the norms of the `.grad`s in a flat gradient, when it is first needed.
+    """Creates a SegmentNorms, the object that computes the norms of gradients in a flat gradient, on demand.
 
     Calling this object returns the SegmentNorms. The first call creates it, and later calls return the same one. It is
     not created earlier, because the norms are usually not read.
@@ -126,8 +126,9 @@ class GradientBuffer:
     def follow_requires_grad(self) -> None:
         """Copy `requires_grad` from the local parameters to the full parameters.
 
-        Called before each training forward of a block, because users freeze the local parameters, but autograd uses the
-        full ones. (Root parameters are read as separate Parameters, which `OnDemandGather.read` chooses accordingly.)
+        Called before each training forward of a block. Users freeze the local (sharded) parameters, which are in
+        `model.parameters()`, but autograd uses the full ones. (Root parameters are read as separate Parameters, which
+        `OnDemandGather.read` chooses accordingly.)
         """
         self.require_grad(self.requires_grad)
 
@@ -178,7 +179,7 @@ class GradientBuffer:
         return [None if (local := reference()) is None else local.grad_now for reference in self.slices]
 
     def set_aside(self) -> Callable[[], None]:
-        """Remove the `.grad` and the gradient hooks of the local parameters until the returned function is called.
+        """Remove the `.grad` and gradient hooks of the sharded parameters until the returned function is called.
 
         Call this before a backward that is not part of training, for example one that only checks whether the gradients
         are right. That backward then adds nothing to the gradients of training, and calls none of these hooks. No
@@ -230,9 +231,10 @@ class GradientBuffer:
         return self._pending is not None
 
     def own(self) -> Iterator[tuple[int, torch.Tensor]]:
-        """Yield (index of the parameter, this rank's gradient before averaging) for each full parameter with a `.grad`.
+        """Yield the index and the `.grad` of each full parameter that has a `.grad`: this rank's own gradients.
 
-        Used to pass these gradients to observers. Call this before `send`, which sets every such `.grad` to None.
+        Used to pass these gradients to observers before they are averaged over the ranks. Call this before `send`,
+        which sets every such `.grad` to None.
         """
         for index, full in enumerate(self._full_params):
             if full.grad is not None:
@@ -283,10 +285,10 @@ class GradientBuffer:
             self._unused.post(self._absent)
 
     def receive(self) -> bool:
-        """Make the current stream wait for the mean that `send` has started, and set the `.grad` of local parameters.
+        """Make the current stream wait for the mean gradient after `send`, and set the `.grad` of local parameters.
 
-        Under gradient accumulation, the mean is added to the earlier gradients. Each `.grad` is a view of `shard`, this
-        rank's shard of the flat gradient.
+        A local parameter has only this rank's elements. Its `.grad` is a view of `shard`, this rank's shard of the flat
+        gradient. Under gradient accumulation, the mean is added to the earlier gradients.
 
         A parameter that has no `.grad` yet, and that this rank did not use in the backward, gets a `.grad` only if
         another rank used it. This is known only when the mean has arrived on the device. The host does not wait for the

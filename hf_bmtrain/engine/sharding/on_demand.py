@@ -158,7 +158,7 @@ class OnDemandGather:
             self._read_elsewhere = True
 
     def note_read(self) -> None:
-        """Record that a parameter was read in a way for which it is unknown when backward computes the gradient.
+        """Record that a parameter was read, and that backward may compute the gradient of this read at any time.
 
         If gradients are enabled now, all later backwards reduce the gradients of the buffer's parameters only at their
         end. Called in two cases:

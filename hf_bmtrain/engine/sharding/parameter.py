@@ -434,8 +434,8 @@ def is_read_only(parameter: object) -> bool:
 class _ReadWhole(torch.autograd.Function):
     """The autograd function that copies the full values of a sharded parameter into a new tensor.
 
-    It runs when `gather`, or a function of torch, reads the sharded parameter while autograd records. Its backward
-    passes the gradient of the copy on: it is averaged over the ranks together with the parameter's other gradients.
+    It runs when `gather`, or a function of torch, reads the sharded parameter while autograd records. In backward, the
+    gradient of the copy is averaged over the ranks, together with the parameter's other gradients.
     """
 
     @staticmethod

@@ -197,7 +197,7 @@ def _span(tensor: torch.Tensor) -> tuple[int, int]:
 def _overlap(first: torch.Tensor, second: torch.Tensor, begin: int) -> bool:
     """Return whether two tensors whose spans overlap have elements in common. (Two columns of a matrix have none.)
 
-    The result is True if their dtypes differ.
+    If their dtypes differ, the result is always True.
 
     begin: the lower of the addresses at which the two tensors begin.
     """
@@ -224,7 +224,11 @@ def holds_additions(model: torch.nn.Module) -> bool:
 
 
 def refuse_other_blocks(model: torch.nn.Module, asked: Sequence[torch.nn.Module]) -> None:
-    """Raise ValueError unless `asked`, the blocks passed to a later call of `auto_wrap`, are the blocks of `model`."""
+    """Raise ValueError if another call of `auto_wrap` for a wrapped model passes other blocks than the model has.
+
+    model: the model, which was wrapped before.
+    asked: the blocks that were passed.
+    """
     names = {module: name for name, module in model.named_modules()}
     blocks = [module for module in names if isinstance(module, CheckpointBlock)]
     other = next((names[module] for module in names if (module in asked) != (module in blocks)), None)

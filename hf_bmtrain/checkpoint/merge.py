@@ -94,7 +94,7 @@ def check_arguments(checkpoint: Found, output: Path, with_optimizer: bool, base:
 
     `base` is required for a checkpoint that was saved with `trained_only`, and otherwise forbidden.
 
-    `load_state` and `save_state` must not take `output` for a checkpoint of the training. So if `with_optimizer` is
+    `load_state` and `save_state` must not mistake `output` for a checkpoint of the training. So if `with_optimizer` is
     set, or the name of `output` begins with "checkpoint-" or "checkpoint_", `output` must not be beside the checkpoint
     (in the folder that contains the checkpoint's folder). In any other folder, every name is allowed.
 
@@ -105,7 +105,7 @@ def check_arguments(checkpoint: Found, output: Path, with_optimizer: bool, base:
         base: the folder or safetensors files of the base model, from which training started; empty if not given.
 
     Raises:
-        ValueError: `base` is missing or forbidden, or `output` could be taken for a checkpoint of the training.
+        ValueError: `base` is missing or forbidden, or `output` could be mistaken for a checkpoint of the training.
     """
     if has_trained_only(checkpoint.manifest.files) and not base:
         raise ValueError(

@@ -253,7 +253,8 @@ def let_others_save(folder: str | os.PathLike) -> None:
     """Wait until this job's last checkpoint in `folder` is complete, and unlock the folder for other jobs.
 
     `save_state` locks the folder until this process ends. Call this function if other jobs are to save to the folder
-    while this process still runs. If you rename the folder, call it before: with the new path, it would do nothing.
+    while this process still runs. If you rename the folder, call this function first, because it does nothing for the
+    new path.
 
     Collective: every rank must call it. Raises RuntimeError on every rank if saving the last checkpoint failed. Does
     nothing if this job has saved nothing to `folder`.
@@ -268,7 +269,7 @@ def let_others_save(folder: str | os.PathLike) -> None:
 
 
 class SavingState:
-    """The result of `save_state`: a checkpoint that is saved or, with `non_blocking`, that a thread is still saving.
+    """The result of `save_state`: a complete checkpoint or, with `non_blocking`, one that a thread is still writing.
 
     Call `wait` to block until the checkpoint is complete.
 
@@ -501,7 +502,8 @@ class _Job:
         """Move the additional files that the user's function has written on one rank into the checkpoint.
 
         A file is deleted instead if the checkpoint already has a file with the same name. Raises ValueError if a file
-        has the name of one in which checksums are stored, because the checkpoint would seem damaged.
+        is named manifest.json or complete.json. Checksums are read from files with these names, so the checkpoint would
+        seem damaged.
 
         rank: the rank that has written the files.
         chunks: the chunks of the checkpoint's files with their checksums, by file name. This method adds the chunks of
@@ -555,7 +557,7 @@ def _plan(bases: dict[str, list[Entry]]) -> tuple[list[FilePlan], dict[str, byte
     """Decide which tensors are written to which safetensors files. Return these files, and the contents of index files.
 
     The contents are returned as {name of the index file: contents}. An index file lists the file of each tensor. It is
-    needed only if the tensors of a base name do not fit into one file.
+    needed only if the tensors with one base name are divided into several files.
 
     bases: the tensors to write, by the base name of their files, such as "model".
     """
@@ -655,7 +657,7 @@ def _report(problems: list[str | None]) -> str | None:
 
 
 class _Collectives:
-    """Exchanges the errors of the ranks after each stage of saving, for the thread that trains. It uses collectives.
+    """Exchanges the errors of all ranks after each stage of saving, by collectives on the training thread.
 
     Only one thread at a time may run collectives. So if there are several ranks, the background threads of
     `non_blocking` use `_Posts` instead, which has the same methods.

@@ -115,11 +115,11 @@ class BlockState:
         if self.schedule.in_backward and not inside_reentrant_checkpoint():
             # Either a checkpoint around the block recomputes an earlier call of the block, or this is a new forward.
             # It is a recomputation if the block was called in the forward whose backward is running (`was_recorded`).
-            # Otherwise (the block was not called in that forward, or that forward is not known), it may be one if an
-            # earlier call of the block is still waiting for its backward (`pending`). Then the saved-tensor hooks of a
-            # non-reentrant checkpoint are active. For example, a reentrant checkpoint runs its second forward during
-            # the backward, and that forward may have called the block inside a non-reentrant checkpoint. torch 2.6
-            # cannot report hooks, so assume that they are active.
+            # Otherwise (the block was not called in that forward, or that forward is not known), it is a recomputation
+            # if an earlier call of the block is still waiting for its backward (`pending`), and the saved-tensor hooks
+            # of a non-reentrant checkpoint are active. For example, a reentrant checkpoint runs its second forward
+            # during the backward, and that forward may have called the block inside a non-reentrant checkpoint. torch
+            # 2.6 cannot report hooks, so assume that they are active.
             hooked = top_saved_tensors_hooks is None or top_saved_tensors_hooks(True) is not None
             if self.schedule.was_recorded(self) or (self.pending and hooked):
                 return self._recompute_for_others(layer_forward, args, kwargs)

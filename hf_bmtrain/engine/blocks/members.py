@@ -52,11 +52,11 @@ class Members:
     def _drop(self) -> None:
         """Drop the lists, so that they keep no removed module in memory. The next `update` rebuilds them."""
         self._held: list[Any] = []  # `values()` of the non-empty `_modules` and `_parameters`
-        # The `_modules` and `_parameters` that were empty at the last listing. They are listed apart, so that `update`
-        # finds out without a loop over them in Python whether one has entries now.
+        # The `_modules` and `_parameters` that were empty at the last listing. They are in a separate list, so that
+        # `update` can find out whether one has entries now without a loop over them in Python.
         self._empty: list[dict[str, Any]] = []
         # Weak references to the items of `_values()` at the last listing. The initial value never equals these items,
-        # because they end with `_End`, so the first call of `update` makes the lists.
+        # because they end with `_End`, so the first call of `update` builds the lists.
         self._seen: list[Any] = [_NONE]
         self._parameters: list[weakref.ref[torch.nn.Parameter]] = []
         self._attributes: list[dict[str, Any]] = []  # the `__dict__` of each submodule

@@ -565,7 +565,8 @@ class AdamOptimizer(torch.optim.Optimizer):
         """
         check_state(state_dict)
         if "sliced" in state_dict:  # the state is a full one, from state_dict(gather=True)
-            # A subclass that overrides this method must not be called again with the result.
+            # `load_state` calls `load` with this rank's state. Pass the method of this class, because a subclass's
+            # override, which has called this method, must not run a second time.
             load = functools.partial(AdamOptimizer.load_state_dict, self)
             return load_state(self, state_dict, current_world(), load)
         with load_hooks(self, state_dict) as complete:
@@ -591,8 +592,8 @@ class AdamOptimizer(torch.optim.Optimizer):
         else:
             with load_hooks(self, state_dict) as complete:
                 self._load(self._checked(complete), copied=False)
-        # In the next step, the loaded masters of parameters in `_loaded` would prevail over the weights. Here the
-        # weights must prevail: they are loaded separately, or must not change.
+        # In the next step, the loaded masters of parameters in `_loaded` would take precedence over the weights. Here
+        # the weights must take precedence: they are loaded separately, or must not change.
         self._loaded.clear()
 
     def allocate_state(self, state_dict: dict) -> dict[torch.Tensor, dict[str, torch.Tensor]]:

@@ -965,7 +965,7 @@ def global_norm(parameters: list, order: float, communicator: Communicator, devi
         all_reduce_largest(communicator, sharded)
         return torch.maximum(sharded, own)[0]
     communicator.all_reduce(sharded).wait()
-    return (sharded + own)[0].pow(1.0 / order)  # either of them may be float64
+    return (sharded + own)[0].pow(1.0 / order)  # the sum is float64 if either of them is
 
 
 def _squares(parameters: list, order: float, device: torch.device) -> torch.Tensor:

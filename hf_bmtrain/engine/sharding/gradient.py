@@ -359,8 +359,8 @@ class GradientBuffer:
             self._pending.cancel()
             self._pending = self._squares = None  # the reduction may have changed the shard, but not the squares
         self._begun = False
-        # The contents of the shard, including its padding, are undefined now. If it were kept, and the user then set a
-        # `.grad`, the next backward would add its gradients to these contents.
+        # The contents of the shard, including its padding, are undefined now. If the shard were kept, and the user then
+        # set a `.grad`, the next backward would add its gradients to these contents.
         self.free_if_unused()
 
     def _begin(self) -> tuple[torch.Tensor, torch.Tensor | None]:

@@ -212,8 +212,8 @@ class OnDemandGather:
         self._schedule.join_backward(self)
         # An earlier reduction of this buffer may still be pending, and must end first. There are two cases: the buffer
         # belongs to a block, and a parameter was also read outside the block; or the gradients from
-        # `take_complete_gradients` are being reduced, and this is another one. It is averaged at the end of the
-        # backward, and the result is added to the mean of the earlier reduction.
+        # `take_complete_gradients` are being reduced, and `gradient` follows them. In both cases, `gradient` is
+        # averaged at the end of the backward, and the result is added to the mean of the earlier reduction.
         if self._buffer.gradient.is_pending:
             self._schedule.receive_all()
         self._sent = False

@@ -224,10 +224,10 @@ def holds_additions(model: torch.nn.Module) -> bool:
 
 
 def refuse_other_blocks(model: torch.nn.Module, asked: Sequence[torch.nn.Module]) -> None:
-    """Raise ValueError if another call of `auto_wrap` for a wrapped model passes other blocks than the model has.
+    """Raise ValueError if `auto_wrap` is called again for a wrapped model, with blocks that differ from the model's.
 
     model: the model, which was wrapped before.
-    asked: the blocks that were passed.
+    asked: the blocks that were passed in this call.
     """
     names = {module: name for name, module in model.named_modules()}
     blocks = [module for module in names if isinstance(module, CheckpointBlock)]

@@ -299,7 +299,7 @@ class _Loading:
     optimizer may be incompletely loaded until `apply` has ended.
 
     Attributes:
-        manifest: the checkpoint's manifest. `open` sets it.
+        manifest: the checkpoint's manifest, which lists its files and their checksums. `open` sets it.
         sharded: the names of the sharded parameters that `read` overwrites, the same on all ranks. Empty before `open`.
     """
 

@@ -240,8 +240,8 @@ def _write(
 ) -> dict[str, list[Checked]]:
     """Write all files of the merged model into the folder `staging`.
 
-    Returns the offset, size and checksum of each written chunk, by file name. Raises OSError if the disk has too little
-    space.
+    Returns the offset, size and checksum of each written chunk (at most 4 MiB of a file), by file name. Raises OSError
+    if the disk has too little space.
 
     groups: {base name of files, such as "model": {name of a tensor: its source}}.
     copied: the contents of the other files, by file name.
@@ -269,7 +269,7 @@ def _write(
 
 
 def _copy(staging: Path, name: str, source: _Source, target: StoredTensor) -> list[Checked]:
-    """Copy a tensor into a file of the merged model. Return the written chunks, with their checksums.
+    """Copy a tensor into a file of the merged model. Return the written chunks (at most 4 MiB) with their checksums.
 
     Raises ValueError if the base model is damaged, and Damaged if the checkpoint is damaged.
 

@@ -397,7 +397,7 @@ class _Job:
         return self.root / (self.name or f"checkpoint-{self.step}")
 
     def begin(self, keeper: _Keeper, small: dict[str, bytes], state: dict[str, Any], model: torch.nn.Module) -> None:
-        """Create the temporary folder and the files that `save_state` itself writes, except the manifest.
+        """Create the temporary folder and the files that `save_state` itself writes, except the list of files.
 
         Safetensors files get their headers and final sizes, but not yet the values of tensors: each rank later writes
         its own elements at the right place. This method also locks `root`, the folder of the checkpoints, and sets the
@@ -448,7 +448,7 @@ class _Job:
         is complete. Rank 0 then deletes older checkpoints; if this fails, it only logs a warning.
 
         write: a function without arguments that writes the elements, and returns the offset, size and checksum of each
-            written chunk, by file name.
+            written chunk (at most 4 MiB of a file), by file name.
         exchange: the object by which the ranks tell each other their errors.
         """
         problem = None
@@ -602,8 +602,8 @@ def _parts(bases: dict[str, list[Entry]], files: list[FilePlan], world: World) -
 def _write_config(folder: Path, model: Any) -> dict[str, list[Checked]]:
     """Write the configuration of a Hugging Face model, so that `from_pretrained` can open the folder.
 
-    Returns the offset, size and checksum of each written chunk, by file name. Nothing is written for a PEFT model,
-    because the names of its tensors do not match the base model's configuration.
+    Returns the offset, size and checksum of each written chunk (at most 4 MiB of a file), by file name. Nothing is
+    written for a PEFT model, because the names of its tensors do not match the base model's configuration.
     """
     if hasattr(model, "peft_config"):
         _log.info(

@@ -340,8 +340,9 @@ class BlockState:
     def forget_deleted(self, leave: bool) -> None:
         """Remove the slots of parameters that were deleted from the layer, by themselves or with their module.
 
-        A parameter does not count as deleted if the layer has it under another name, or if its module has another
-        value (parameter, buffer, submodule or attribute) under its name.
+        A slot is the entry of a parameter in the `_parameters` of a module. A parameter does not count as deleted if the
+        layer has it under another name, or if its module has another value (parameter, buffer, submodule or attribute)
+        under its name.
 
         leave: whether to also remove each flat buffer whose parameters were all deleted. The block no longer
             all-gathers such a buffer, so every rank must remove it at the same point.
@@ -368,7 +369,7 @@ class BlockState:
                 self.left.add(buffer)
 
     def current_slots(self) -> list[Slot]:
-        """Return `slots`, after removing those of parameters that were deleted from the layer."""
+        """Return `slots`, the entries in modules' `_parameters`, after removing those of deleted parameters."""
         if not all(name in parameters for parameters, name, _, _ in self.slots):
             self.forget_deleted(leave=False)
         return self.slots
@@ -376,7 +377,8 @@ class BlockState:
     def put_back(self, slot: Slot) -> None:
         """Add the slot of a parameter that was deleted from the layer (see `forget_deleted`) and is now back in it.
 
-        The block all-gathers the parameter's flat buffer again, so every rank must call this at the same point.
+        A slot is the parameter's entry in the `_parameters` of a module. The block all-gathers the parameter's flat
+        buffer again, so every rank must call this at the same point.
         """
         self.slots.append(slot)
         if slot.sharded.buffer not in self.buffers:

@@ -59,7 +59,8 @@ class BackwardParticipant(Protocol):
 class Order(NamedTuple):
     """A record of one training forward of a module: the first block that it called, and what it read after its blocks.
 
-    The schedule assumes that the module's next training forward does the same, and uses the record to prefetch:
+    The schedule assumes that the module's next training forward does the same, and uses the record to prefetch. (Root
+    parameters are those outside blocks.)
 
     * When the next forward reads root parameters before it has called a block, the all-gathers of `first` are started.
     * In the next forward's `calls`-th call of a block, the all-gathers of `tail` are started.
@@ -324,7 +325,8 @@ class Schedule:
     def before_forward(self, model: torch.nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
         """Call the `before_forward` methods of observers, except in recomputations and rehearsals.
 
-        A rehearsal is a forward that only measures something (see `calibration`).
+        Observers are objects whose methods are called at events of training. A rehearsal is a forward that only
+        measures something (see `calibration`).
 
         model: the model whose forward is about to start.
         args, kwargs: the arguments of the forward.
@@ -690,7 +692,8 @@ class Schedule:
 
         Nothing is called when a backward fails, so this is called later: for example, when the next forward begins or
         the next model is wrapped. If no backward has failed, or if a backward is running, this does nothing. A failed
-        backward is recognized by its participants, which are still registered although no backward runs.
+        backward is recognized by its participants (such as blocks), which are still registered although no backward
+        runs.
         """
         if not self._members or self.in_backward:
             return
@@ -733,7 +736,7 @@ class Schedule:
         self._receive(ahead=0)
 
     def send(self, gradients: list[GradientBuffer]) -> None:
-        """Start to average the gradients of one block, or of root buffers, over the ranks.
+        """Start to average gradients over the ranks: those of one block, or of parameters outside blocks.
 
         Collective: every rank must call it. To limit the memory for gradients, the current stream first waits for
         earlier reductions (with several ranks, usually for all but those of the previous call). If ranks may enter

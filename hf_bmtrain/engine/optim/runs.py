@@ -57,7 +57,7 @@ class Run:
 
     @property
     def owner(self) -> ShardedBuffer | torch.nn.Parameter:
-        """The flat buffer that contains the parameters of this run; or the run's only parameter, if it is unsharded.
+        """The flat buffer that contains the run's parameters; or the run's only parameter, if it is unsharded.
 
         Use the owner as the key of a dict that has one entry for all runs of a flat buffer, such as the result of
         `index_bases`.

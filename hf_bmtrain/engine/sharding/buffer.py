@@ -230,9 +230,9 @@ class ShardedBuffer:
     def take_part(self) -> None:
         """Take part in an all-gather of this flat buffer that only other ranks need, and discard the result.
 
-        Called in an uneven model, for example if other ranks enter a block that this rank does not enter now.
-        Collective: every rank must call either this or `gather`. If this rank's full buffer is filled already, it stays
-        filled, and the result is received in temporary memory.
+        Called in an uneven model, that is, one whose ranks may enter different blocks: for example, if other ranks
+        enter a block that this rank does not enter now. Collective: every rank must call either this or `gather`. If
+        this rank's full buffer is filled already, it stays filled, and the result is received in temporary memory.
         """
         if self._state is State.SHARDED or self._filled_version != self.shard._version:
             self.gather()

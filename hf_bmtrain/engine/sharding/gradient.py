@@ -59,7 +59,8 @@ class GradientBuffer:
             only replaced, so that callers may keep it.
         trained: for each local parameter, whether it required a gradient in any call of `send` so far, or whether a
             loaded checkpoint says that it was trained.
-        number: the number of the flat buffer in the order of creation. It identifies the buffer in the collective log.
+        number: the number of the flat buffer in the order of creation. It identifies the buffer in the collective log,
+            the list of operations that the ranks compare.
     """
 
     def __init__(
@@ -120,7 +121,7 @@ class GradientBuffer:
 
     @property
     def trainable(self) -> bool:
-        """True if any local parameter of the flat buffer requires a gradient."""
+        """True if any local (sharded) parameter of the flat buffer requires a gradient."""
         return True in self.requires_grad
 
     def follow_requires_grad(self) -> None:
@@ -154,7 +155,7 @@ class GradientBuffer:
 
         The memory is still needed, and nothing is freed, in three cases:
 
-        * A local parameter has a `.grad`.
+        * A local (sharded) parameter has a `.grad`.
         * A backward is writing to `shard`: from its first gradient until `receive`.
         * `receive` returned True, and `decide`, which may set a `.grad` to a view of `shard`, was not called yet.
         """
@@ -172,7 +173,7 @@ class GradientBuffer:
 
     @property
     def _gradients(self) -> list[torch.Tensor | None]:
-        """The `.grad` of each local parameter, in the order of the flat buffer.
+        """The `.grad` of each local (sharded) parameter, in the order of the flat buffer.
 
         An entry is None if the parameter has no gradient, or was garbage-collected with its module.
         """
@@ -233,8 +234,8 @@ class GradientBuffer:
     def own(self) -> Iterator[tuple[int, torch.Tensor]]:
         """Yield the index and the `.grad` of each full parameter that has a `.grad`: this rank's own gradients.
 
-        Used to pass these gradients to observers before they are averaged over the ranks. Call this before `send`,
-        which sets every such `.grad` to None.
+        Used to pass these gradients to observers, such as a check for nan, before they are averaged over the ranks.
+        Call this before `send`, which sets every such `.grad` to None.
         """
         for index, full in enumerate(self._full_params):
             if full.grad is not None:
@@ -348,7 +349,7 @@ class GradientBuffer:
         """Drop all gradients of this backward, and the result of a pending reduction.
 
         Called after an exception in the backward, or if all parameters were frozen between forward and backward. The
-        memory of the flat gradient is freed if no local parameter has a `.grad`.
+        memory of the flat gradient is freed if no local (sharded) parameter has a `.grad`.
         """
         for full in self._full_params:
             full.grad = None
@@ -370,7 +371,7 @@ class GradientBuffer:
 
         Returns:
             (shard, total): `shard` receives this rank's part of the mean gradient. `total` is the sum of the gradients
-                of earlier backwards, to which the mean is added; None if no local parameter has a `.grad`.
+                of earlier backwards, to which the mean is added; None if no local (sharded) parameter has a `.grad`.
         """
         assert self._pending is None, "`receive` was not called after the last `send`"
         if not self._begun:
@@ -389,7 +390,7 @@ class GradientBuffer:
 
     @property
     def intact(self) -> bool:
-        """True if every local parameter's `.grad` is None or the view of `shard` that this object has set.
+        """True if the `.grad` of every sharded parameter is None or the view of `shard` that this object has set.
 
         Optimizers may then read the gradients of several parameters as one piece of `shard`, the flat gradient. False
         if the user has replaced a `.grad` by another tensor, which is not in `shard`.
@@ -464,7 +465,7 @@ class GradientBuffer:
                 target.zero_() if gradient is None else target.copy_(gradient)
 
     def _hand_out(self, indices: Iterable[int]) -> None:
-        """Set the `.grad` of the local parameters with these indices, then call their gradient hooks.
+        """Set the `.grad` of the local (sharded) parameters with these indices, then call their gradient hooks.
 
         Each `.grad` becomes a view of `shard`, this rank's shard of the flat gradient. The `.grad` of frozen parameters
         does not change.

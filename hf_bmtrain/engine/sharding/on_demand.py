@@ -65,7 +65,7 @@ class OnDemandGather:
 
     @classmethod
     def of(cls, sharded: Any, schedule: Schedule) -> OnDemandGather:
-        """Return the OnDemandGather of the flat buffer that contains the local parameter `sharded`.
+        """Return the OnDemandGather of the flat buffer that contains the local (sharded) parameter `sharded`.
 
         The first call creates it, and sets it as the attribute `on_demand` of all local parameters of the buffer.
 
@@ -192,7 +192,7 @@ class OnDemandGather:
 
         There is one for each module that has read the parameter while it was trained, so that autograd computes the
         gradient of each module separately. All have the full shape and share memory. In
-        `loss.backward(inputs=[parameter])`, these objects replace the local parameter that the user has passed.
+        `loss.backward(inputs=[parameter])`, these objects replace the sharded parameter that the user has passed.
 
         index: the index of the parameter in the flat buffer.
         """

@@ -340,9 +340,9 @@ class BlockState:
     def forget_deleted(self, leave: bool) -> None:
         """Remove the slots of parameters that were deleted from the layer, by themselves or with their module.
 
-        A slot is the entry of a parameter in the `_parameters` of a module. A parameter does not count as deleted if the
-        layer has it under another name, or if its module has another value (parameter, buffer, submodule or attribute)
-        under its name.
+        A slot is the entry of a parameter in the `_parameters` of a module. A parameter does not count as deleted if
+        the layer has it under another name, or if its module has another value (parameter, buffer, submodule or
+        attribute) under its name.
 
         leave: whether to also remove each flat buffer whose parameters were all deleted. The block no longer
             all-gathers such a buffer, so every rank must remove it at the same point.

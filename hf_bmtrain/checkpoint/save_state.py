@@ -74,9 +74,13 @@ def save_state(
     into the files, so `folder` must be on a file system that all ranks share.
 
     Hugging Face's `from_pretrained` can load a transformers model from the checkpoint's folder (`model*.safetensors`
-    and `config.json`), except if the model is a PEFT model, if the checkpoint was saved with `trained_only`, or if
-    `tp_size` has split a weight on its columns. Such a weight (split on dimension 1, as in RowParallelLinear) is stored
-    as (tp_size, rows, columns / tp_size), which only `load_state` with the same `tp_size` can load.
+    and `config.json`), with these exceptions:
+
+    * The model is a PEFT model.
+    * The checkpoint was saved with `trained_only`.
+    * `tp_size` has split a weight on its columns (dimension 1, as in RowParallelLinear). Such a weight is stored as
+      (tp_size, rows, columns / tp_size), which only `load_state` with the same `tp_size` can load.
+
     `optimizer*.safetensors` contain the optimizer state in the parameters' shapes.
 
     The files are written to a temporary folder, flushed to disk, checksummed, and renamed into place; only then are

@@ -244,9 +244,9 @@ def restore_features(world: World, model: torch.nn.Module, state: dict[str, Any]
 def restore_random(world: World, state: dict[str, Any], step: int) -> None:
     """Restore this rank's random generators of Python, NumPy, torch and the device from a checkpoint.
 
-    If a different number of ranks saved the checkpoint, the generators are seeded by `seed_everything` instead: a GPU's
-    generator gets a different seed on each rank, and all other generators get the same seed on every rank. The seeds
-    are computed from rank 0's saved generator of torch and `step`.
+    If a different number of ranks saved the checkpoint, the generators are seeded by `seed_everything` instead. A GPU's
+    generator then gets a different seed on each rank, and all other generators get the same seed on every rank. The
+    seeds are computed from rank 0's saved generator of torch and `step`.
 
     Args:
         world: the ranks that train together, with this process's rank, device and communicators.

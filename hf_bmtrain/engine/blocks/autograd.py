@@ -196,8 +196,8 @@ def anchor_backward(before: Callable[[Any], None], token: Any, outputs: Any) -> 
     """Return `outputs` with their floating-point tensors replaced by tensors that require a gradient.
 
     The backward of the new tensors computes nothing, and only calls `before(token)`. Used if no output of this rank
-    requires a gradient, but outputs of other ranks may: backward is collective, so this rank must run it too, and torch
-    would raise an error for outputs that do not require a gradient.
+    requires a gradient, but outputs of other ranks may. Backward is collective, so this rank must run it too. With the
+    original outputs, torch would raise an error, because they do not require a gradient.
 
     Args:
         before: the function to call.

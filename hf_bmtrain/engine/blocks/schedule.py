@@ -760,8 +760,11 @@ class Schedule:
         these parameters are complete, and their reduction can overlap with the backward of the blocks. The full
         gradients are then freed early. Collective: every rank must call it.
 
-        In three cases, the reduction starts only at the end of the backward: the gradients may still change, a backward
-        runs inside another one, or the ranks may enter different blocks.
+        In three cases, the reduction starts only at the end of the backward:
+
+        * The gradients may still change.
+        * A backward runs inside another one.
+        * The ranks may enter different blocks.
         """
         forward_pass.last = None  # so that a second backward through the same forward does not call this method
         if len(self._members) > 1 or self.negotiated is not None:

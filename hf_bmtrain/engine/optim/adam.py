@@ -285,8 +285,8 @@ class AdamOptimizer(torch.optim.Optimizer):
     def _settings(self) -> list[Hyper]:
         """Return a tuple of settings for each parameter group, as the kernels expect them.
 
-        The order is lr, β₁, β₂, eps, decoupled weight decay, hold_steps (the number of steps at the beginning that
-        update only the moments), weight decay that is added to the gradient. One of the two weight decays is always 0.
+        Each tuple is (lr, β₁, β₂, eps, decoupled weight decay, hold_steps, weight decay that is added to the gradient).
+        One of the two weight decays is always 0. A parameter's first `hold_steps` steps update only its moments.
         """
         return [
             (g["lr"], *g["betas"], g["eps"], decay if g["decoupled"] else 0.0, g["hold_steps"],
@@ -326,10 +326,10 @@ class AdamOptimizer(torch.optim.Optimizer):
         Does nothing and returns False if the last step updated the same parameters, in the same memory, and the caller
         has not changed `self.state`; otherwise returns True.
 
-        A run of the same parameters as an earlier run keeps its state tensors, unless the memory of its unsharded
-        parameter was replaced, or the caller has replaced or removed tensors of its parameters in `self.state`. For all
-        other runs, state tensors are allocated, and the parameters' state, if `self.state` has any, is copied into
-        them.
+        A run of the same parameters as an earlier run keeps its state tensors, with two exceptions: the memory of its
+        unsharded parameter was replaced, or the caller has replaced or removed tensors of its parameters in
+        `self.state`. For all other runs, state tensors are allocated. If `self.state` has a state of the parameters, it
+        is copied into these tensors.
 
         Raises ValueError if the parameters are on several devices, if an unsharded one is not contiguous, or if its
         memory was replaced by memory of an unsupported dtype.

@@ -603,9 +603,10 @@ class OptimManager:
             RuntimeError: `gather_opt` is True, and the ranks have state for different parameters.
             RuntimeError: `gather_opt` is True, there are several ranks, and the state dict of an optimizer has sharded
                 tensors in an entry other than "state".
-            RuntimeError: on a GPU, the previous step was skipped because a gradient was inf or nan; and the skipped
-                steps have reached the limit `max_skipped_steps`, or an AdamOffloadOptimizer had already updated weights
-                with this gradient.
+            RuntimeError: on a GPU, the previous step was skipped because a gradient was inf or nan, and the skipped
+                steps have reached the limit `max_skipped_steps`.
+            RuntimeError: on a GPU, a gradient of the previous step was inf or nan, and an AdamOffloadOptimizer had
+                already updated weights with it during the backward.
         """
         world = current_world()
         expect_flag("gather_opt", gather_opt)
@@ -663,9 +664,10 @@ class OptimManager:
             RuntimeError: the ranks pass different schedulers' states, loss scales or settings of optimizers, or
                 different full states.
             RuntimeError: a value does not match its checksum, because the file is damaged.
-            RuntimeError: on a GPU, the previous step was skipped because a gradient was inf or nan; and the skipped
-                steps have reached the limit `max_skipped_steps`, or an AdamOffloadOptimizer had already updated weights
-                with this gradient.
+            RuntimeError: on a GPU, the previous step was skipped because a gradient was inf or nan, and the skipped
+                steps have reached the limit `max_skipped_steps`.
+            RuntimeError: on a GPU, a gradient of the previous step was inf or nan, and an AdamOffloadOptimizer had
+                already updated weights with it during the backward.
         """
         expect_kind("state_dict", state_dict, dict, "the result of OptimManager.state_dict()")
         lacking = [key for key in ("optimizers", "lr_schedulers", "loss_scale", "clean_steps") if key not in state_dict]

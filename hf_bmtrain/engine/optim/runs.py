@@ -410,10 +410,12 @@ def shown(parameter: torch.Tensor, held: ParameterState, loaded: bool) -> Parame
 def adopt(parameter: torch.Tensor, views: ParameterState, earlier: ParameterState, loaded: bool) -> None:
     """Copy a parameter's optimizer state into newly allocated tensors, converting it to the format of these tensors.
 
-    AdamOptimizer calls this when it has allocated the state of a new Run (parameters that one kernel launch updates):
-    for example in its first step, after a state was loaded, or when the set of parameters that have gradients has
-    changed since the last step. `earlier` may have float32 moments and masters (the copies of the weights that the
-    optimizer updates), whereas `views` may store the moments in 8 bits, or the masters as residuals (their 16-bit
+    AdamOptimizer calls this when it has allocated the state of a new Run (parameters that one kernel launch updates).
+    It allocates state in its first step, after a state was loaded, and when other parameters have gradients than in the
+    last step.
+
+    The formats may differ. For example, `earlier` may have float32 moments and masters (the copies of the weights that
+    the optimizer updates), while `views` may store the moments in 8 bits, or the masters as residuals (their 16-bit
     differences from the weights).
 
     Args:

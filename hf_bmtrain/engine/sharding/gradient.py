@@ -296,8 +296,8 @@ class GradientBuffer:
         mean here, so this method leaves such a parameter undecided. `decide` waits later, and sets the `.grad` if
         needed.
 
-        If a local parameter of the buffer has a gradient hook, however, the host waits here, so that no parameter stays
-        undecided: all ranks must call the hooks in the same order.
+        If a local parameter of the buffer has a gradient hook, however, the host waits here, and no parameter stays
+        undecided. This is necessary because all ranks must call the hooks in the same order.
 
         Returns:
             True if a parameter is undecided, so that `decide` must be called later. False otherwise; always False with
@@ -408,8 +408,11 @@ class GradientBuffer:
         """Return the sums of squares of the gradients of k parameters, over this rank's elements, as (k,) float64.
 
         OptimManager uses them for the gradient norm. Some reductions compute them while they average the gradients.
-        Returns None if the last reduction did not compute them, if one of these gradients is None or was replaced after
-        the reduction, or if `shard`, the flat gradient, was written to after the reduction.
+        Returns None in these cases:
+
+        * The last reduction did not compute them.
+        * One of these gradients is None, or was replaced after the reduction.
+        * `shard`, the flat gradient, was written to after the reduction.
 
         Args:
             indices: the indices of k consecutive parameters.
@@ -440,8 +443,8 @@ class GradientBuffer:
         """Prepare the running sum of gradients, to which another backward will be added.
 
         The running sum of earlier backwards is kept if there is one, because it may be more precise than `.grad`. If
-        there is none, or if the user has written to a `.grad` in place, a new sum begins with the values of `shard`: a
-        float32 copy of a half-precision `shard`, or `shard` itself if it is float32 or wider.
+        there is none, or if the user has written to a `.grad` in place, a new sum begins with the values of `shard`. It
+        is a float32 copy of a half-precision `shard`, or `shard` itself if it is float32 or wider.
 
         The user may also have replaced the `.grad` of a parameter, or set it to None. The parameter's part of the sum
         is then overwritten with the present `.grad`, or with zeros if it is None. The user may still refer to the

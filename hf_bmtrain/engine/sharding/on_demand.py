@@ -285,9 +285,12 @@ class OnDemandGather:
         called a second time.
 
         Returns:
-            A list that contains the GradientBuffer of the flat buffer. The list is empty in three cases: all parameters
-            are frozen; the number of training forward passes that have read them since the last backward is not one; or
-            they were ever read in a way that makes the time of the gradient unknown (see `note_read` and `count_pass`).
+            A list that contains the GradientBuffer of the flat buffer. The list is empty in three cases:
+
+            * All parameters are frozen.
+            * The number of training forward passes that have read them since the last backward is not one.
+            * They were ever read in such a way that backward may compute the gradient at any time (see `note_read` and
+              `count_pass`).
         """
         if self._passes != 1 or self._read_elsewhere or not self._buffer.gradient.trainable:
             return []
@@ -338,9 +341,9 @@ def watch(group: Sequence[OnDemandGather]) -> Iterator[None]:
     * Only one module has ever read parameters of this buffer. (Otherwise, for example if weights are tied, another
       module may soon read them.)
 
-    Views that autograd has not saved then become invalid. So if code outside the context may have such views, for
-    example in the outputs of the module, `unwatched` of their OnDemandGather must be set to True before the context
-    ends; nothing is freed then.
+    Views that autograd has not saved then become invalid. Code outside the context may have such views, for example in
+    the outputs of the module. If so, set `unwatched` of their OnDemandGather to True before the context ends. Nothing
+    is freed then.
 
     If contexts for the same buffer are nested, its parameters are freed only at the end of the outer one, whose code
     may still have views.

@@ -21,9 +21,15 @@ _EMBEDDINGS = (torch.nn.Embedding, torch.nn.EmbeddingBag)
 def admit(model: torch.nn.Module) -> None:
     """Raise ValueError, with the reason, if `model` as a whole, or one of its modules, cannot be wrapped.
 
-    The error is raised if the model has no parameters, is a DistributedDataParallel or DataParallel, is the result of
-    torch.compile, is sharded by FSDP, contains a reversible layer (with a method `backward_pass`), or is wrapped
-    already. The parameters themselves are checked by `admit_parameters`.
+    The error is raised in these cases:
+
+    * The model has no parameters.
+    * It is a DistributedDataParallel or DataParallel, or is sharded by FSDP.
+    * It is the result of torch.compile.
+    * It contains a reversible layer (with a method `backward_pass`).
+    * It is wrapped already.
+
+    The parameters themselves are checked by `admit_parameters`.
     """
     kind = type(model).__name__
     if next(model.parameters(), None) is None:
@@ -93,9 +99,13 @@ def _called(name: str) -> str:
 def admit_parameters(model: torch.nn.Module, recognized: Callable[[torch.nn.Parameter], bool]) -> None:
     """Raise ValueError if a parameter of `model` cannot be sharded. The error names the parameter, or its module.
 
-    Examples are parameters of a scripted module or of an embedding with sparse gradients, parameters on the meta
-    device without values, parameters with a hook on their gradient, DTensors and other subclasses of torch.Tensor, and
-    two different parameters in the same memory, if one of them is trained.
+    Examples of such parameters:
+
+    * A parameter of a scripted module, or of an embedding with sparse gradients.
+    * A parameter without values, on the meta device.
+    * A parameter with a hook on its gradient.
+    * A DTensor, or another subclass of torch.Tensor.
+    * Two different parameters in the same memory, if one of them is trained.
 
     If parameters can be sharded but have a `.grad`, rank 0 logs a warning, because sharding drops these gradients.
 

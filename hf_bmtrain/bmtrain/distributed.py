@@ -166,8 +166,8 @@ def broadcast(x: torch.Tensor, root: int, comm: Any = None) -> torch.Tensor:
     Args:
         x: (...), any dtype; shape and dtype must be equal on all ranks of the group. Only the values on the rank `root`
             are used.
-        root: the rank whose `x` is returned, as an index in the group. In the group of all ranks, a rank is its own
-            index.
+        root: the rank whose `x` is returned, as an index in the group. In the group of all ranks, the index is the rank
+            itself.
         comm: the group of this rank. None: all ranks. `config["tp_comm"]`: the ranks of this rank's tensor-parallel
             group. `config["tp_zero_comm"]`: the ranks with the same index in their tensor-parallel groups as this rank.
 

@@ -87,7 +87,7 @@ class _Local:
 
 
 def _version_of(tensor: torch.Tensor) -> int | None:
-    """Return torch's counter of in-place changes, or None for a tensor of inference mode, which has no counter."""
+    """Return torch's version counter, which in-place writes increment; None for inference tensors, which have none."""
     return None if tensor.is_inference() else tensor._version
 
 

@@ -91,7 +91,7 @@ def _merge_newest(found: list[Found], given: argparse.Namespace) -> str | None:
     If damage is found in a checkpoint while it is read, the damage is printed and the next older checkpoint is used.
     Returns an error message, or None on success.
 
-    found: the checkpoints whose manifests and file sizes are correct, newest first.
+    found: the checkpoints whose manifests (file lists) and file sizes are correct, newest first.
     given: the arguments of the command line.
     """
     for checkpoint in found:

@@ -462,12 +462,12 @@ class LoadedState:
     3. Call `load`.
 
     For most optimizers, `target` returns temporary tensors, and nothing changes before `load`. The same is true of an
-    AdamOptimizer if `names` is empty, if `added` is not, or if it has hooks of `load_state_dict`, which must get the
-    complete state.
+    AdamOptimizer if `names` is empty, if `added` is not empty, or if hooks are registered on its `load_state_dict`.
+    (These hooks must get the complete state.)
 
-    For any other AdamOptimizer, the present state is lost in step 1, even if `load` is never called.
-    The constructor discards it, loads the saved step counts and parameter groups, and allocates new state tensors.
-    Then there are two cases:
+    For any other AdamOptimizer, the present state is lost in step 1, even if `load` is never called. The constructor
+    discards it, loads the saved step counts and parameter groups, and allocates new state tensors. Then there are two
+    cases:
 
     * The optimizer has a new state tensor for every item of `names`. Then `target` returns these state tensors
       themselves, which avoids a second copy of the state in memory, and `load` has nothing left to do.

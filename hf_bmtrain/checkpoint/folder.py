@@ -299,8 +299,8 @@ def delete_oldest(folders: Sequence[Path], limit: int, kept: Set[Path], new: Pat
     A checkpoint that cannot be deleted is named in a warning, and no error is raised.
 
     Args:
-        folders: the checkpoints, including the new one. Their order of saving is read from their manifests
-            (`manifest.json`). Checkpoints without a readable manifest, such as those of other libraries, count as older
+        folders: the checkpoints, including the new one. Their order of saving is read from their manifests (the files
+            `manifest.json`). Checkpoints without a readable manifest, such as those of other libraries, count as older
             than all others. Among these, the first in `folders` count as the oldest. Symbolic links are neither counted
             nor deleted.
         limit: the number of checkpoints that remain.
@@ -393,7 +393,10 @@ def _identity(path: Path) -> tuple[int, ...] | None:
 
 
 def _has_manifest(folder: Path) -> bool:
-    """Return whether a folder has a manifest. False for a folder that this process may not read, like `lost+found`."""
+    """Return whether a folder has a manifest, the file that lists the files of a checkpoint.
+
+    The result is False for a folder that this process may not read, such as `lost+found`.
+    """
     return os.path.exists(folder / NAME)  # unlike `Path.exists`, this returns False if reading is not permitted
 
 

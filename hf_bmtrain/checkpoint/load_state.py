@@ -156,8 +156,8 @@ def load_parts(
 ) -> Resumed | None:
     """Load a checkpoint like `load_state`, but choose separately whether to load the model's parameters and buffers.
 
-    Collective: every rank must call it. `load_state` calls this function. The support for Trainer also calls it, and
-    leaves out what Trainer itself has already loaded. The types of the arguments are not checked.
+    Collective: every rank must call it. `load_state` calls this function. When Trainer resumes training, this package
+    calls it to load what Trainer itself does not load. The types of the arguments are not checked.
 
     Args:
         folder: a folder of checkpoints, or one checkpoint.
@@ -299,7 +299,7 @@ class _Loading:
     optimizer may be incompletely loaded until `apply` has ended.
 
     Attributes:
-        manifest: the checkpoint's manifest. `open` sets it.
+        manifest: the checkpoint's manifest, which lists its files and their checksums. `open` sets it.
         sharded: the names of the sharded parameters that `read` overwrites, the same on all ranks. Empty before `open`.
     """
 
@@ -465,10 +465,11 @@ class _Loading:
         return extra
 
     def _apply_own(self) -> Any:
-        """Load what `read` has put into temporary tensors, the optimizer states, and what `small_state.restore` loads.
+        """Do the steps of `apply` that may raise an error on this rank only. Collective: every rank must call it.
 
-        Returns the `extra` of the checkpoint (see `apply`). An error may occur on this rank only. Collective: every
-        rank must call it.
+        These steps load the values that `read` has put into temporary tensors, the states of the optimizers, and the
+        state that `small_state.restore` loads, such as that of schedulers. Returns the `extra` of the checkpoint (see
+        `apply`).
         """
         with torch.no_grad():
             for target, values in self._full_params:

@@ -44,8 +44,8 @@ class Manifest:
             checkpoint that was in the folder at that time, or 1 if there was none.
         world_size: the number of ranks that saved the checkpoint.
         versions: the versions of the packages that saved the checkpoint, by package name.
-        files: {file name: the chunks of the file, with their checksums}. The chunks are sorted by offset, and cover
-            each byte of the file once.
+        files: {file name: the chunks of the file (at most 4 MiB each), with their checksums}. The chunks are sorted by
+            offset, and cover each byte of the file once.
     """
 
     step: int
@@ -76,7 +76,7 @@ class Manifest:
 
         Args:
             name: the file's name, without its folder.
-            chunks: the file's chunks with their checksums, in any order.
+            chunks: the file's chunks (at most 4 MiB each) with their checksums, in any order.
             size: the file's size in bytes.
 
         Raises:

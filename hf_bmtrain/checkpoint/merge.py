@@ -94,7 +94,7 @@ def check_arguments(checkpoint: Found, output: Path, with_optimizer: bool, base:
 
     `base` is required for a checkpoint that was saved with `trained_only`, and otherwise forbidden.
 
-    `load_state` and `save_state` must not take `output` for a checkpoint of the training. So if `with_optimizer` is
+    `load_state` and `save_state` must not mistake `output` for a checkpoint of the training. So if `with_optimizer` is
     set, or the name of `output` begins with "checkpoint-" or "checkpoint_", `output` must not be beside the checkpoint
     (in the folder that contains the checkpoint's folder). In any other folder, every name is allowed.
 
@@ -105,7 +105,7 @@ def check_arguments(checkpoint: Found, output: Path, with_optimizer: bool, base:
         base: the folder or safetensors files of the base model, from which training started; empty if not given.
 
     Raises:
-        ValueError: `base` is missing or forbidden, or `output` could be taken for a checkpoint of the training.
+        ValueError: `base` is missing or forbidden, or `output` could be mistaken for a checkpoint of the training.
     """
     if has_trained_only(checkpoint.manifest.files) and not base:
         raise ValueError(
@@ -240,8 +240,8 @@ def _write(
 ) -> dict[str, list[Checked]]:
     """Write all files of the merged model into the folder `staging`.
 
-    Returns the offset, size and checksum of each written chunk, by file name. Raises OSError if the disk has too little
-    space.
+    Returns the offset, size and checksum of each written chunk (at most 4 MiB of a file), by file name. Raises OSError
+    if the disk has too little space.
 
     groups: {base name of files, such as "model": {name of a tensor: its source}}.
     copied: the contents of the other files, by file name.
@@ -269,7 +269,7 @@ def _write(
 
 
 def _copy(staging: Path, name: str, source: _Source, target: StoredTensor) -> list[Checked]:
-    """Copy a tensor into a file of the merged model. Return the written chunks, with their checksums.
+    """Copy a tensor into a file of the merged model. Return the written chunks (at most 4 MiB) with their checksums.
 
     Raises ValueError if the base model is damaged, and Damaged if the checkpoint is damaged.
 

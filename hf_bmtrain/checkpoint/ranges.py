@@ -272,7 +272,8 @@ def _read(handle: int, scratch: _Scratch, chunk: Checked, what: str) -> torch.Te
 
     handle: the file descriptor.
     scratch: host memory for one chunk, of which each thread has its own.
-    chunk: the offset, size and checksum of the chunk. If the checksum is None, the chunk is not verified.
+    chunk: the offset, size (at most 4 MiB) and checksum of the chunk. If the checksum is None, the chunk is not
+        verified.
     what: the names of tensor and file, for messages.
     """
     if chunk.length > PIECE_BYTES:
@@ -326,7 +327,7 @@ def _header_bytes(path: Path) -> int:
 
 
 def check_file(folder: Path, name: str, chunks: Sequence[Checked]) -> Iterator[tuple[int, str | None]]:
-    """Compare chunks of a checkpoint's file with their checksums, and yield a tuple (size, damage) for each chunk.
+    """Compare chunks (at most 4 MiB) of a checkpoint's file with their checksums, and yield (size, damage) for each.
 
     `size` is the size of the chunk in bytes. `damage` is a message that says what is wrong, or None if the chunk is
     intact. Each chunk is read when its tuple is requested, so the caller can show progress or stop early. If the file

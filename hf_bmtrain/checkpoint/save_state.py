@@ -74,9 +74,13 @@ def save_state(
     into the files, so `folder` must be on a file system that all ranks share.
 
     Hugging Face's `from_pretrained` can load a transformers model from the checkpoint's folder (`model*.safetensors`
-    and `config.json`), except if the model is a PEFT model, if the checkpoint was saved with `trained_only`, or if
-    `tp_size` has split a weight on its columns. Such a weight (split on dimension 1, as in RowParallelLinear) is stored
-    as (tp_size, rows, columns / tp_size), which only `load_state` with the same `tp_size` can load.
+    and `config.json`), with these exceptions:
+
+    * The model is a PEFT model.
+    * The checkpoint was saved with `trained_only`.
+    * `tp_size` has split a weight on its columns (dimension 1, as in RowParallelLinear). Such a weight is stored as
+      (tp_size, rows, columns / tp_size), which only `load_state` with the same `tp_size` can load.
+
     `optimizer*.safetensors` contain the optimizer state in the parameters' shapes.
 
     The files are written to a temporary folder, flushed to disk, checksummed, and renamed into place; only then are
@@ -253,7 +257,8 @@ def let_others_save(folder: str | os.PathLike) -> None:
     """Wait until this job's last checkpoint in `folder` is complete, and unlock the folder for other jobs.
 
     `save_state` locks the folder until this process ends. Call this function if other jobs are to save to the folder
-    while this process still runs. If you rename the folder, call it before: with the new path, it would do nothing.
+    while this process still runs. If you rename the folder, call this function first, because it does nothing for the
+    new path.
 
     Collective: every rank must call it. Raises RuntimeError on every rank if saving the last checkpoint failed. Does
     nothing if this job has saved nothing to `folder`.
@@ -268,7 +273,7 @@ def let_others_save(folder: str | os.PathLike) -> None:
 
 
 class SavingState:
-    """The result of `save_state`: a checkpoint that is saved or, with `non_blocking`, that a thread is still saving.
+    """The result of `save_state`: a complete checkpoint or, with `non_blocking`, one that a thread is still writing.
 
     Call `wait` to block until the checkpoint is complete.
 
@@ -396,7 +401,7 @@ class _Job:
         return self.root / (self.name or f"checkpoint-{self.step}")
 
     def begin(self, keeper: _Keeper, small: dict[str, bytes], state: dict[str, Any], model: torch.nn.Module) -> None:
-        """Create the temporary folder and the files that `save_state` itself writes, except the manifest.
+        """Create the temporary folder and the files that `save_state` itself writes, except the list of files.
 
         Safetensors files get their headers and final sizes, but not yet the values of tensors: each rank later writes
         its own elements at the right place. This method also locks `root`, the folder of the checkpoints, and sets the
@@ -447,7 +452,7 @@ class _Job:
         is complete. Rank 0 then deletes older checkpoints; if this fails, it only logs a warning.
 
         write: a function without arguments that writes the elements, and returns the offset, size and checksum of each
-            written chunk, by file name.
+            written chunk (at most 4 MiB of a file), by file name.
         exchange: the object by which the ranks tell each other their errors.
         """
         problem = None
@@ -501,7 +506,8 @@ class _Job:
         """Move the additional files that the user's function has written on one rank into the checkpoint.
 
         A file is deleted instead if the checkpoint already has a file with the same name. Raises ValueError if a file
-        has the name of one in which checksums are stored, because the checkpoint would seem damaged.
+        is named manifest.json or complete.json. Checksums are read from files with these names, so the checkpoint would
+        seem damaged.
 
         rank: the rank that has written the files.
         chunks: the chunks of the checkpoint's files with their checksums, by file name. This method adds the chunks of
@@ -555,7 +561,7 @@ def _plan(bases: dict[str, list[Entry]]) -> tuple[list[FilePlan], dict[str, byte
     """Decide which tensors are written to which safetensors files. Return these files, and the contents of index files.
 
     The contents are returned as {name of the index file: contents}. An index file lists the file of each tensor. It is
-    needed only if the tensors of a base name do not fit into one file.
+    needed only if the tensors with one base name are divided into several files.
 
     bases: the tensors to write, by the base name of their files, such as "model".
     """
@@ -600,8 +606,8 @@ def _parts(bases: dict[str, list[Entry]], files: list[FilePlan], world: World) -
 def _write_config(folder: Path, model: Any) -> dict[str, list[Checked]]:
     """Write the configuration of a Hugging Face model, so that `from_pretrained` can open the folder.
 
-    Returns the offset, size and checksum of each written chunk, by file name. Nothing is written for a PEFT model,
-    because the names of its tensors do not match the base model's configuration.
+    Returns the offset, size and checksum of each written chunk (at most 4 MiB of a file), by file name. Nothing is
+    written for a PEFT model, because the names of its tensors do not match the base model's configuration.
     """
     if hasattr(model, "peft_config"):
         _log.info(
@@ -655,7 +661,7 @@ def _report(problems: list[str | None]) -> str | None:
 
 
 class _Collectives:
-    """Exchanges the errors of the ranks after each stage of saving, for the thread that trains. It uses collectives.
+    """Exchanges the errors of all ranks after each stage of saving, by collectives on the training thread.
 
     Only one thread at a time may run collectives. So if there are several ranks, the background threads of
     `non_blocking` use `_Posts` instead, which has the same methods.

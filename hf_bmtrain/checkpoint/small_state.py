@@ -45,7 +45,7 @@ def collect_own(
     schedulers: Any,
     extra: Any,
 ) -> dict[str, Any]:
-    """Return the state for the file `state.pt`, as far as this rank has it.
+    """Return the part of a checkpoint's file `state.pt` that this rank can provide without the other ranks.
 
     `collect` then adds the random generators and `extra` of the other ranks, buffers, and the state of features.
 
@@ -220,7 +220,7 @@ def restore(
 def added_to(number: int, world: World, state: dict[str, Any]) -> dict[str, Any]:
     """Return the entries that an optimizer's `state_dict` had beside "state" and "param_groups" when it was saved.
 
-    They follow the rule of `extra`: if the number of ranks has changed since then, every rank gets those of rank 0.
+    If the number of ranks is still the same, these are the entries of this rank, otherwise those of rank 0.
 
     Args:
         number: the index of the optimizer, from 0.
@@ -244,9 +244,9 @@ def restore_features(world: World, model: torch.nn.Module, state: dict[str, Any]
 def restore_random(world: World, state: dict[str, Any], step: int) -> None:
     """Restore this rank's random generators of Python, NumPy, torch and the device from a checkpoint.
 
-    If a different number of ranks saved the checkpoint, the generators are seeded by `seed_everything` instead: a GPU's
-    generator gets a different seed on each rank, and all other generators get the same seed on every rank. The seeds
-    are computed from rank 0's saved generator of torch and `step`.
+    If a different number of ranks saved the checkpoint, the generators are seeded by `seed_everything` instead. A GPU's
+    generator then gets a different seed on each rank, and all other generators get the same seed on every rank. The
+    seeds are computed from rank 0's saved generator of torch and `step`.
 
     Args:
         world: the ranks that train together, with this process's rank, device and communicators.

@@ -68,9 +68,9 @@ class Containers:
     """Restores the mutable containers (lists, dicts and objects) among a layer's arguments after the layer's forward.
 
     Before the forward, `leave_backward` replaces each tensor in the layer's arguments that requires a gradient by a new
-    tensor, whose backward calls a function at the end of the layer's backward. In a mutable container, it has to do so
-    in place, although the container belongs to the layer's caller. Then it creates this object, whose methods are
-    called after the forward, in this order:
+    tensor, whose backward calls a function at the end of the layer's backward. A tensor in a mutable container is
+    replaced in place, although the container belongs to the layer's caller. `leave_backward` then creates this object,
+    whose methods are called after the forward, in this order:
 
     * `restore` puts the original tensors back into the containers.
     * `added` returns the tensors requiring a gradient that the layer itself has put into the containers, for example
@@ -196,8 +196,8 @@ def anchor_backward(before: Callable[[Any], None], token: Any, outputs: Any) -> 
     """Return `outputs` with their floating-point tensors replaced by tensors that require a gradient.
 
     The backward of the new tensors computes nothing, and only calls `before(token)`. Used if no output of this rank
-    requires a gradient, but outputs of other ranks may: backward is collective, so this rank must run it too, and torch
-    would raise an error for outputs that do not require a gradient.
+    requires a gradient, but outputs of other ranks may. Backward is collective, so this rank must run it too. With the
+    original outputs, torch would raise an error, because they do not require a gradient.
 
     Args:
         before: the function to call.

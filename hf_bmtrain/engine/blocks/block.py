@@ -193,7 +193,7 @@ def enlarge(block: CheckpointBlock, sharded: tuple[list[ShardedBuffer], list[Slo
 
 @functools.cache
 def _extended_class(cls: Any) -> type[torch.nn.Module]:
-    """Return the new class of a layer of class `cls` that becomes a block: a subclass of CheckpointBlock and `cls`."""
+    """Return the class of blocks made from layers of class `cls`. It is a subclass of CheckpointBlock and of `cls`."""
 
     @functools.wraps(cls.forward)
     def forward(self: Any, *args, **kwargs):

@@ -115,11 +115,11 @@ class BlockState:
         if self.schedule.in_backward and not inside_reentrant_checkpoint():
             # Either a checkpoint around the block recomputes an earlier call of the block, or this is a new forward.
             # It is a recomputation if the block was called in the forward whose backward is running (`was_recorded`).
-            # Otherwise (the block was not called in that forward, or that forward is not known), it may be one if an
-            # earlier call of the block is still waiting for its backward (`pending`). Then the saved-tensor hooks of a
-            # non-reentrant checkpoint are active. For example, a reentrant checkpoint runs its second forward during
-            # the backward, and that forward may have called the block inside a non-reentrant checkpoint. torch 2.6
-            # cannot report hooks, so assume that they are active.
+            # Otherwise (the block was not called in that forward, or that forward is not known), it is a recomputation
+            # if an earlier call of the block is still waiting for its backward (`pending`), and the saved-tensor hooks
+            # of a non-reentrant checkpoint are active. For example, a reentrant checkpoint runs its second forward
+            # during the backward, and that forward may have called the block inside a non-reentrant checkpoint. torch
+            # 2.6 cannot report hooks, so assume that they are active.
             hooked = top_saved_tensors_hooks is None or top_saved_tensors_hooks(True) is not None
             if self.schedule.was_recorded(self) or (self.pending and hooked):
                 return self._recompute_for_others(layer_forward, args, kwargs)
@@ -191,9 +191,9 @@ class BlockState:
         return outputs, differentiable
 
     def _forward_to_recompute(self, layer_forward: Callable, args: tuple, kwargs: dict) -> Any:
-        """Run the layer's forward so that backward recomputes it, and return its outputs.
+        """Run a forward of the layer that backward will recompute, and return its outputs.
 
-        It is recomputed by the layer's compiled graph if possible, and by torch's checkpoint otherwise.
+        The layer's compiled graph recomputes it if possible. Otherwise torch's checkpoint does.
 
         layer_forward: the layer's forward, or the function that replaces it (`own_forward`).
         args, kwargs: the arguments of the forward.
@@ -285,9 +285,10 @@ class BlockState:
         return self.recompute.kept_in_graph(args, kwargs, self.pending)
 
     def _inside(self, layer_forward: Callable, /, *args, **kwargs) -> Any:
-        """Run the layer's forward, and return its outputs, with copies in place of views of the block's parameters.
+        """Run the layer's forward, and return its outputs. Views of the block's parameters are replaced by copies.
 
-        Such a view would become invalid when the block is resharded, although other modules may still read it.
+        A view would become invalid when the block is resharded, although other modules may still read it. Views in
+        lists and dicts among the arguments are replaced, too.
 
         layer_forward: the layer's forward, or a function that replaces it.
         args, kwargs: the arguments of the forward.
@@ -314,7 +315,7 @@ class BlockState:
     # -- recompute by a checkpoint around the block -------------------------------------------------------------
 
     def _recompute_for_others(self, layer_forward: Callable, args: tuple, kwargs: dict) -> Any:
-        """Run the forward again, because an activation checkpoint around the block, not the block's own, recomputes it.
+        """Run the forward again in backward, for an activation checkpoint that the user has put around the block.
 
         The block is unsharded first if necessary, because its backward may not have started yet. If the first forward
         ran inside the block's own checkpoint, this forward does too, because autograd must save the same tensors again.
@@ -339,8 +340,9 @@ class BlockState:
     def forget_deleted(self, leave: bool) -> None:
         """Remove the slots of parameters that were deleted from the layer, by themselves or with their module.
 
-        A parameter does not count as deleted if the layer has it under another name, or if its module has another
-        value (parameter, buffer, submodule or attribute) under its name.
+        A slot is the entry of a parameter in the `_parameters` of a module. A parameter does not count as deleted if
+        the layer has it under another name, or if its module has another value (parameter, buffer, submodule or
+        attribute) under its name.
 
         leave: whether to also remove each flat buffer whose parameters were all deleted. The block no longer
             all-gathers such a buffer, so every rank must remove it at the same point.
@@ -367,7 +369,7 @@ class BlockState:
                 self.left.add(buffer)
 
     def current_slots(self) -> list[Slot]:
-        """Return `slots`, after removing those of parameters that were deleted from the layer."""
+        """Return `slots`, the entries in modules' `_parameters`, after removing those of deleted parameters."""
         if not all(name in parameters for parameters, name, _, _ in self.slots):
             self.forget_deleted(leave=False)
         return self.slots
@@ -375,7 +377,8 @@ class BlockState:
     def put_back(self, slot: Slot) -> None:
         """Add the slot of a parameter that was deleted from the layer (see `forget_deleted`) and is now back in it.
 
-        The block all-gathers the parameter's flat buffer again, so every rank must call this at the same point.
+        A slot is the parameter's entry in the `_parameters` of a module. The block all-gathers the parameter's flat
+        buffer again, so every rank must call this at the same point.
         """
         self.slots.append(slot)
         if slot.sharded.buffer not in self.buffers:

@@ -24,14 +24,17 @@ class _End:
 
 
 class _Gone:
-    """A class whose only object is freed at once. The weak reference to it, `_NONE`, therefore returns None."""
+    """The class of one object, which is freed at once, so that `_NONE`, a weak reference to it, returns None.
+
+    In a list of weak references, `_NONE` is used in place of None, to which there can be no weak reference.
+    """
 
 
 _NONE: Any = weakref.ref(_Gone())
 
 
 class Members:
-    """Lists of a module's submodules and parameters. `update` makes them again if modules or parameters have changed.
+    """Keeps lists of a module's submodules and parameters. `update` rebuilds the lists if the module has changed.
 
     `torch.nn.Module.parameters` and `train` visit every module in Python code. In a model with adapters, which has
     thousands of modules, each of these calls takes milliseconds in every training step. `update` instead compares the
@@ -47,13 +50,13 @@ class Members:
         self._drop()
 
     def _drop(self) -> None:
-        """Drop the lists, so that they keep no removed module in memory. The next `update` makes them again."""
+        """Drop the lists, so that they keep no removed module in memory. The next `update` rebuilds them."""
         self._held: list[Any] = []  # `values()` of the non-empty `_modules` and `_parameters`
-        # The `_modules` and `_parameters` that were empty at the last listing. They are listed apart, so that `update`
-        # finds out without a loop over them in Python whether one has entries now.
+        # The `_modules` and `_parameters` that were empty at the last listing. They are in a separate list, so that
+        # `update` can find out whether one has entries now without a loop over them in Python.
         self._empty: list[dict[str, Any]] = []
         # Weak references to the items of `_values()` at the last listing. The initial value never equals these items,
-        # because they end with `_End`, so the first call of `update` makes the lists.
+        # because they end with `_End`, so the first call of `update` builds the lists.
         self._seen: list[Any] = [_NONE]
         self._parameters: list[weakref.ref[torch.nn.Parameter]] = []
         self._attributes: list[dict[str, Any]] = []  # the `__dict__` of each submodule
@@ -61,7 +64,7 @@ class Members:
         self._plain = False
 
     def update(self, module: torch.nn.Module) -> bool:
-        """Make the lists again if a module or parameter was added, removed or replaced. Return whether they were made.
+        """Rebuild the lists if a module or parameter was added, removed or replaced. Return whether they were rebuilt.
 
         module: the module, the same one in every call.
         """
@@ -82,7 +85,7 @@ class Members:
         return True
 
     def parameters(self) -> list[torch.nn.Parameter]:
-        """Return the parameters, each once, in the order of `torch.nn.Module.parameters`. Call `update` before."""
+        """Return the parameters, each once, in the order of `torch.nn.Module.parameters`. Call `update` first."""
         return list(map(_read, self._parameters))
 
     def are_in(self, mode: bool) -> bool:
@@ -91,10 +94,10 @@ class Members:
         The result is also False in these cases:
 
         * The class of the module or of a submodule overrides `train`. The override may do more than set the mode.
-        * `train` was set on a submodule itself. It may do more, too.
+        * A submodule has its own attribute `train`, which may do more, too.
         * A submodule is a TorchScript module.
 
-        Call `update` before.
+        Call `update` first.
         """
         modes = map(_TRAINING, self._attributes)
         if not self._plain or not (all(modes) if mode else not any(modes)):

@@ -33,9 +33,10 @@ _END = 6 * _SPACE
 
 
 class _Requests(NamedTuple):
-    """The numbers of the collectives of one flat buffer. A rank requests a collective by its number.
+    """The numbers of the collectives of one flat buffer, in a model whose ranks may enter different blocks.
 
-    If ranks request different collectives, the one with the smallest number is issued first.
+    A rank requests each collective by its number. If ranks request different collectives, the one with the smallest
+    number is issued first.
 
     Attributes:
         forward: the number of the all-gather in a forward.
@@ -84,7 +85,7 @@ class Negotiation:
     def register(
         self, buffers: Iterable[ShardedBuffer], blocks: Iterable[BlockState], last: Collection[BlockState]
     ) -> None:
-        """Number the collectives of a model's flat buffers. Ranks request a collective by its number.
+        """Assign a number to each collective of a model's flat buffers. Ranks request a collective by its number.
 
         Call this again after buffers were added to the model. Every rank must pass the same buffers.
 
@@ -105,10 +106,10 @@ class Negotiation:
             self._units += 1
 
     def _add(self, buffer: ShardedBuffer, block: BlockState | None, index: int) -> None:
-        """Number the collectives of one flat buffer. Ranks request a collective by its number.
+        """Assign numbers to the collectives of one flat buffer. Ranks request a collective by its number.
 
-        Also store, for each number, a function by which this rank takes part in the collective if it was requested only
-        by other ranks.
+        Also store, for each number, a function with which this rank takes part in the collective if only other ranks
+        have requested it.
 
         block: the block to which the buffer belongs, or None for a root buffer (of parameters outside blocks).
         index: the position of the buffer among the buffers of its block.

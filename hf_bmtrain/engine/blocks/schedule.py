@@ -43,23 +43,24 @@ class BackwardParticipant(Protocol):
     def buffers(self) -> Sequence[ShardedBuffer]: ...
 
     def finish_backward(self) -> None:
-        """Reshard, and start those reductions that the backward has not started yet. Called at the end of a backward.
+        """Free the full parameters, and start the reductions of gradients that the backward has not started yet.
 
-        Collective: every rank must call it.
+        Called at the end of a backward. Collective: every rank must call it.
         """
 
     def abandon_backward(self) -> None:
-        """Drop this participant's gradients, and reshard, after a backward that raised an exception.
+        """Free the full parameters, and drop the gradients of a backward that raised an exception.
 
-        The schedule calls this instead of `finish_backward`, in `discard_failed_backward`: for example when the next
-        forward begins, or the next model is wrapped.
+        The schedule calls this instead of `finish_backward`, for example when the next forward begins or the next model
+        is wrapped (see `Schedule.discard_failed_backward`).
         """
 
 
 class Order(NamedTuple):
     """A record of one training forward of a module: the first block that it called, and what it read after its blocks.
 
-    The schedule assumes that the module's next training forward does the same, and uses the record to prefetch:
+    The schedule assumes that the module's next training forward does the same, and uses the record to prefetch. (Root
+    parameters are those outside blocks.)
 
     * When the next forward reads root parameters before it has called a block, the all-gathers of `first` are started.
     * In the next forward's `calls`-th call of a block, the all-gathers of `tail` are started.
@@ -324,7 +325,8 @@ class Schedule:
     def before_forward(self, model: torch.nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
         """Call the `before_forward` methods of observers, except in recomputations and rehearsals.
 
-        A rehearsal is a forward that only measures something (see `calibration`).
+        Observers are objects whose methods are called at events of training. A rehearsal is a forward that only
+        measures something (see `calibration`).
 
         model: the model whose forward is about to start.
         args, kwargs: the arguments of the forward.
@@ -517,11 +519,12 @@ class Schedule:
 
     @property
     def negotiated(self) -> int | None:
-        """The pass that an uneven model is running: FORWARD, EVALUATION (without gradients) or BACKWARD; else None.
+        """The kind of pass that an uneven model is running: FORWARD, EVALUATION or BACKWARD; None if there is none.
 
-        A model is uneven if the ranks may enter different blocks of it. During its passes, the ranks must agree on each
-        collective before they start it. So code that is about to start a collective reads this property. If the value
-        is not None, the code first calls `negotiation`, which writes the value to the collective log.
+        A model is uneven if the ranks may enter different blocks of it. During its passes (an EVALUATION is a forward
+        without gradients), the ranks must agree on each collective before they start it. So code that is about to start
+        a collective reads this property. If the value is not None, the code first calls `negotiation`, which writes the
+        value to the collective log.
         """
         if self._passes:
             uneven = any(each.negotiation is not None for passes in self._passes.values() for each in passes)
@@ -545,10 +548,10 @@ class Schedule:
     def prefetch_tail(self, running: ForwardPass) -> None:
         """Start the all-gathers of the root parameters that the running forward will probably read after its blocks.
 
-        Root parameters are those outside blocks, such as those of the head. Called in each call of a block, after the
-        block has been unsharded. If the module's previous training forward made n calls of blocks, only the n-th call
-        has an effect. If the forward does not read the parameters, they are resharded at its end. Collective: every
-        rank must call it.
+        Root parameters are those outside blocks, such as those of the head. This method is called in each call of a
+        block, after the block has been unsharded. It starts the all-gathers only in the call that is probably the last:
+        the n-th, if the module's previous training forward made n calls of blocks. If the forward does not read the
+        parameters, they are resharded at its end. Collective: every rank must call it.
         """
         if running.expected is not None and running.calls == running.expected.calls:
             running.prefetched = running.expected.tail
@@ -685,11 +688,12 @@ class Schedule:
             observer.end_backward()
 
     def discard_failed_backward(self) -> None:
-        """Clean up after a backward that raised an exception: drop its gradients and pending reductions, and reshard.
+        """Clean up after a backward that raised an exception: drop its gradients and reductions, and reshard.
 
         Nothing is called when a backward fails, so this is called later: for example, when the next forward begins or
         the next model is wrapped. If no backward has failed, or if a backward is running, this does nothing. A failed
-        backward is recognized by its participants, which are still registered although no backward runs.
+        backward is recognized by its participants (such as blocks), which are still registered although no backward
+        runs.
         """
         if not self._members or self.in_backward:
             return
@@ -732,7 +736,7 @@ class Schedule:
         self._receive(ahead=0)
 
     def send(self, gradients: list[GradientBuffer]) -> None:
-        """Start to average the gradients of one block, or of root buffers, over the ranks.
+        """Start to average gradients over the ranks: those of one block, or of parameters outside blocks.
 
         Collective: every rank must call it. To limit the memory for gradients, the current stream first waits for
         earlier reductions (with several ranks, usually for all but those of the previous call). If ranks may enter
@@ -756,8 +760,11 @@ class Schedule:
         these parameters are complete, and their reduction can overlap with the backward of the blocks. The full
         gradients are then freed early. Collective: every rank must call it.
 
-        The reduction is left to the end of the backward for gradients that may still change, if a backward runs inside
-        another one, and if the ranks may enter different blocks.
+        In three cases, the reduction starts only at the end of the backward:
+
+        * The gradients may still change.
+        * A backward runs inside another one.
+        * The ranks may enter different blocks.
         """
         forward_pass.last = None  # so that a second backward through the same forward does not call this method
         if len(self._members) > 1 or self.negotiated is not None:
@@ -795,7 +802,7 @@ class Schedule:
             self._pending.popleft()
 
     def _decide(self) -> None:
-        """Set the `.grad` of parameters that this rank did not use in this backward but another rank did.
+        """Set the `.grad` of the parameters that only other ranks used in this backward.
 
         `_receive` sets the `.grad` of the parameters that this rank used. A parameter that this rank did not use, and
         that has no `.grad` yet, gets one only if another rank used it. If that is still unknown when `_receive` is

@@ -285,8 +285,8 @@ class AdamOptimizer(torch.optim.Optimizer):
     def _settings(self) -> list[Hyper]:
         """Return a tuple of settings for each parameter group, as the kernels expect them.
 
-        The order is lr, β₁, β₂, eps, decoupled weight decay, hold_steps (the number of steps at the beginning that
-        update only the moments), weight decay that is added to the gradient. One of the two weight decays is always 0.
+        Each tuple is (lr, β₁, β₂, eps, decoupled weight decay, hold_steps, weight decay that is added to the gradient).
+        One of the two weight decays is always 0. A parameter's first `hold_steps` steps update only its moments.
         """
         return [
             (g["lr"], *g["betas"], g["eps"], decay if g["decoupled"] else 0.0, g["hold_steps"],
@@ -326,10 +326,10 @@ class AdamOptimizer(torch.optim.Optimizer):
         Does nothing and returns False if the last step updated the same parameters, in the same memory, and the caller
         has not changed `self.state`; otherwise returns True.
 
-        A run of the same parameters as an earlier run keeps its state tensors, unless the memory of its unsharded
-        parameter was replaced, or the caller has replaced or removed tensors of its parameters in `self.state`. For all
-        other runs, state tensors are allocated, and the parameters' state, if `self.state` has any, is copied into
-        them.
+        A run of the same parameters as an earlier run keeps its state tensors, with two exceptions: the memory of its
+        unsharded parameter was replaced, or the caller has replaced or removed tensors of its parameters in
+        `self.state`. For all other runs, state tensors are allocated. If `self.state` has a state of the parameters, it
+        is copied into these tensors.
 
         Raises ValueError if the parameters are on several devices, if an unsharded one is not contiguous, or if its
         memory was replaced by memory of an unsupported dtype.
@@ -565,7 +565,8 @@ class AdamOptimizer(torch.optim.Optimizer):
         """
         check_state(state_dict)
         if "sliced" in state_dict:  # the state is a full one, from state_dict(gather=True)
-            # A subclass that overrides this method must not be called again with the result.
+            # `load_state` calls `load` with this rank's state. Pass the method of this class, because a subclass's
+            # override, which has called this method, must not run a second time.
             load = functools.partial(AdamOptimizer.load_state_dict, self)
             return load_state(self, state_dict, current_world(), load)
         with load_hooks(self, state_dict) as complete:
@@ -578,9 +579,9 @@ class AdamOptimizer(torch.optim.Optimizer):
         the caller must not write to them. Every rank must call it, because the next `step` compares what the ranks have
         loaded.
 
-        The weights may be loaded before or after this call, and prevail over the loaded masters: if a master does not
-        round to its weight, the next step first replaces the master by a value that does. (After `load_state_dict`, the
-        masters prevail.)
+        The weights may be loaded before or after this call, and take precedence over the loaded masters: if a master
+        does not round to its weight, the next step first replaces the master by a value that does. (After
+        `load_state_dict`, the masters take precedence.)
 
         Args:
             state_dict: {"state": {index of a parameter, counted through all groups: {name: value}}, "param_groups": as
@@ -591,8 +592,8 @@ class AdamOptimizer(torch.optim.Optimizer):
         else:
             with load_hooks(self, state_dict) as complete:
                 self._load(self._checked(complete), copied=False)
-        # In the next step, the loaded masters of parameters in `_loaded` would prevail over the weights. Here the
-        # weights must prevail: they are loaded separately, or must not change.
+        # In the next step, the loaded masters of parameters in `_loaded` would take precedence over the weights. Here
+        # the weights must take precedence: they are loaded separately, or must not change.
         self._loaded.clear()
 
     def allocate_state(self, state_dict: dict) -> dict[torch.Tensor, dict[str, torch.Tensor]]:

@@ -327,7 +327,7 @@ def _difference(move: Callable[[], torch.Tensor], expected: torch.Tensor) -> str
 
 
 def _move_parts(optimizer: Any, group: dict, values: torch.Tensor, gradients: list[torch.Tensor]) -> torch.Tensor:
-    """Return how much the 1-D `values` change if two parts of them are each updated by an optimizer of its own.
+    """Return how much the 1-D `values` change if two new optimizers each update a part of them.
 
     `values` is not modified. The caller compares the result with the change by a single optimizer, which is the same if
     the optimizer is element-wise.

@@ -51,8 +51,8 @@ class OptimManager:
 
     Args:
         loss_scale: the initial loss scale, for float16. A power of two adds no rounding. None for no scaling.
-        loss_scale_factor: the factor by which the scale grows and shrinks. A number below 1 stands for its reciprocal,
-            as in BMTrain. None uses the value of `init_distributed`, which is 2 by default.
+        loss_scale_factor: the factor by which the scale grows and shrinks. A number below 1 is replaced by its
+            reciprocal, as in BMTrain. None uses the value of `init_distributed`, which is 2 by default.
         loss_scale_steps: the number of steps in a row without overflow after which the scale grows. None uses the value
             of `init_distributed`, which is 1024 by default.
         min_loss_scale: the minimum loss scale.
@@ -601,9 +601,12 @@ class OptimManager:
         Raises:
             RuntimeError: an optimizer keeps its state under names instead of parameters.
             RuntimeError: `gather_opt` is True, and the ranks have state for different parameters.
-            RuntimeError: on a GPU, the previous step was skipped because a gradient was inf or nan; and the skipped
-                steps have reached the limit `max_skipped_steps`, or an AdamOffloadOptimizer had already updated weights
-                with this gradient.
+            RuntimeError: `gather_opt` is True, there are several ranks, and the state dict of an optimizer has sharded
+                tensors in an entry other than "state".
+            RuntimeError: on a GPU, the previous step was skipped because a gradient was inf or nan, and the skipped
+                steps have reached the limit `max_skipped_steps`.
+            RuntimeError: on a GPU, a gradient of the previous step was inf or nan, and an AdamOffloadOptimizer had
+                already updated weights with it during the backward.
         """
         world = current_world()
         expect_flag("gather_opt", gather_opt)
@@ -661,9 +664,10 @@ class OptimManager:
             RuntimeError: the ranks pass different schedulers' states, loss scales or settings of optimizers, or
                 different full states.
             RuntimeError: a value does not match its checksum, because the file is damaged.
-            RuntimeError: on a GPU, the previous step was skipped because a gradient was inf or nan; and the skipped
-                steps have reached the limit `max_skipped_steps`, or an AdamOffloadOptimizer had already updated weights
-                with this gradient.
+            RuntimeError: on a GPU, the previous step was skipped because a gradient was inf or nan, and the skipped
+                steps have reached the limit `max_skipped_steps`.
+            RuntimeError: on a GPU, a gradient of the previous step was inf or nan, and an AdamOffloadOptimizer had
+                already updated weights with it during the backward.
         """
         expect_kind("state_dict", state_dict, dict, "the result of OptimManager.state_dict()")
         lacking = [key for key in ("optimizers", "lr_schedulers", "loss_scale", "clean_steps") if key not in state_dict]
@@ -787,7 +791,7 @@ class OptimManager:
         self._used = {}
 
     def _last_gradients(self) -> list[torch.Tensor | None]:
-        """Return the gradients that the last step used, in the order of the parameters that the optimizers then had.
+        """Return the gradient that the last step used of each parameter, in the order of the parameters in that step.
 
         An entry is None if the parameter had no gradient, or if its `.grad` was replaced or written since.
         """
@@ -796,19 +800,22 @@ class OptimManager:
 
 
 def _see(parameters: Iterable[torch.nn.Parameter]) -> _Seen:
-    """Return a weak reference to each parameter's `.grad`, and its version. All parameters must have a `.grad`."""
+    """Return {parameter: (weak reference to its `.grad`, version counter of this `.grad`)}, to find later changes.
+
+    All parameters must have a `.grad`.
+    """
     versions = gradient_versions(parameters)
     return {parameter: (weakref.ref(gradient), version) for parameter, (gradient, version) in versions.items()}
 
 
 def _unreplaced(parameters: list[torch.nn.Parameter], seen: _Seen) -> list[torch.nn.Parameter]:
-    """Return the parameters whose `.grad` is still the tensor in `seen`. All of them must have a `.grad`."""
+    """Return those of `parameters` whose `.grad` is still the tensor in `seen`. All must have a `.grad`."""
     with WithoutTorchFunction():
         return [p for p in parameters if (each := seen.get(p)) is not None and p.grad is each[0]()]
 
 
 def _unwritten(seen: _Seen) -> list[torch.nn.Parameter]:
-    """Return the parameters whose `.grad` is still the tensor in `seen`, and was not written since."""
+    """Return the parameters in `seen` whose `.grad` was neither replaced nor written since `seen` was made."""
     with WithoutTorchFunction():
         return [
             p for p, (gradient, version) in seen.items() if p.grad is not None and p.grad is gradient()
@@ -960,7 +967,7 @@ def global_norm(parameters: list, order: float, communicator: Communicator, devi
         all_reduce_largest(communicator, sharded)
         return torch.maximum(sharded, own)[0]
     communicator.all_reduce(sharded).wait()
-    return (sharded + own)[0].pow(1.0 / order)  # either of them may be float64
+    return (sharded + own)[0].pow(1.0 / order)  # the sum is float64 if either of them is
 
 
 def _squares(parameters: list, order: float, device: torch.device) -> torch.Tensor:

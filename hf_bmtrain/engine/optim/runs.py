@@ -57,7 +57,7 @@ class Run:
 
     @property
     def owner(self) -> ShardedBuffer | torch.nn.Parameter:
-        """The flat buffer that contains the parameters of this run; or the run's only parameter, if it is unsharded.
+        """The flat buffer that contains the run's parameters; or the run's only parameter, if it is unsharded.
 
         Use the owner as the key of a dict that has one entry for all runs of a flat buffer, such as the result of
         `index_bases`.
@@ -207,11 +207,11 @@ def is_unchanged(parameter: torch.nn.Parameter, seen: tuple[torch.Tensor, int]) 
 
 
 def index_bases(groups: Sequence[dict]) -> dict[Any, int]:
-    """Index all elements of an optimizer's parameters. Stochastic rounding derives its random bits from these indices.
+    """Number the elements of an optimizer's parameters. Stochastic rounding derives its random bits from these numbers.
 
-    Returns {flat buffer or unsharded parameter: index of its first element}. All elements of the flat buffers (on all
-    ranks) and of the unsharded parameters are numbered consecutively, in the order in which the buffers and parameters
-    first occur in `groups`.
+    All elements of the flat buffers (on all ranks) and of the unsharded parameters are numbered consecutively, in the
+    order in which the buffers and parameters first occur in `groups`. Returns {flat buffer or unsharded parameter: the
+    number of its first element}.
 
     groups: the optimizer's `param_groups`.
     """
@@ -303,8 +303,8 @@ class RunState:
     def is_stale(self) -> bool:
         """True if there may be float32 masters that do not round to their weights.
 
-        Masters are the copies of full precision that the optimizer updates. Other code may have written the weights, or
-        filled the masters from a checkpoint, since masters and weights were last compared. If so, call
+        Masters are the float32 copies of half-precision weights that the optimizer updates. Other code may have written
+        the weights, or filled the masters from a checkpoint, since masters and weights were last compared. If so, call
         `master.follow_weight()` before the masters are updated or saved: it changes masters that do not round to their
         weights. False for masters that are stored as differences from the weights (residuals), which always fit, and
         for float32 weights, which have no separate masters.
@@ -410,10 +410,12 @@ def shown(parameter: torch.Tensor, held: ParameterState, loaded: bool) -> Parame
 def adopt(parameter: torch.Tensor, views: ParameterState, earlier: ParameterState, loaded: bool) -> None:
     """Copy a parameter's optimizer state into newly allocated tensors, converting it to the format of these tensors.
 
-    AdamOptimizer calls this when it has allocated the state of a new Run (parameters that one kernel launch updates):
-    for example in its first step, after a state was loaded, or when the set of parameters that have gradients has
-    changed since the last step. `earlier` may have float32 moments and masters (the copies of the weights that the
-    optimizer updates), whereas `views` may store the moments in 8 bits, or the masters as residuals (their 16-bit
+    AdamOptimizer calls this when it has allocated the state of a new Run (parameters that one kernel launch updates).
+    It allocates state in its first step, after a state was loaded, and when other parameters have gradients than in the
+    last step.
+
+    The formats may differ. For example, `earlier` may have float32 moments and masters (the copies of the weights that
+    the optimizer updates), while `views` may store the moments in 8 bits, or the masters as residuals (their 16-bit
     differences from the weights).
 
     Args:

@@ -48,6 +48,8 @@ def save_state(optimizer: torch.optim.Optimizer, world: World, gather: bool) -> 
     Raises:
         RuntimeError: the optimizer keeps its state under names instead of parameters.
         RuntimeError: `gather` is True, and the ranks have state for different parameters.
+        RuntimeError: `gather` is True, there are several ranks, and the optimizer's state dict has sharded tensors in
+            an entry other than "state".
     """
     full_state: FullState | None = getattr(optimizer, "full_state", None)
     with nullcontext() if full_state is None else full_state.local():
@@ -215,8 +217,8 @@ class FullState:
     def is_loaded(self, optimizer: torch.optim.Optimizer) -> bool:
         """Return whether `shard_loaded` must be called before the next step, because a state was loaded.
 
-        True if a state was loaded into `optimizer` since the last call of `shard_loaded`, or if `shard_loaded` has
-        never been called: it is not known then whether a state was loaded.
+        True if a state was loaded into `optimizer` since the last call of `shard_loaded`. Also True if `shard_loaded`
+        has never been called, because it is then unknown whether a state was loaded.
         """
         return optimizer.state is not self._sharded
 
@@ -278,10 +280,13 @@ def full_state_of(optimizer: torch.optim.Optimizer) -> FullState | None:
 def full_facts(entries: Iterable[tuple[Any, str, Any]]) -> dict[str, str]:
     """Return a hash of some elements of each full tensor in a loaded state, as {description of the tensor: hash}.
 
-    The ranks compare these hashes before the next step, to check that they loaded the same state. Numbers, the state of
-    unsharded parameters, and tensors with only this rank's elements (which differ between ranks) have no hash. If one
-    rank stores all elements of a parameter, the state of this parameter has no hashes either: a local and a full tensor
-    then have the same size, so it is unknown which of the two was loaded.
+    The ranks compare these hashes before the next step, to check that they loaded the same state. The following values
+    have no hash:
+
+    * Numbers, and the state of unsharded parameters.
+    * Tensors with only this rank's elements, because they differ between ranks.
+    * The state of a parameter of which one rank stores all elements. A tensor with this rank's elements may then have
+      the same size as a full tensor, so it is unknown which of the two was loaded.
 
     entries: a tuple (parameter, name such as "exp_avg", value) for each value in the loaded state.
     """
@@ -307,9 +312,9 @@ def own_part(parameter: torch.Tensor, name: str, value: Any) -> Any:
       sharded tensor (`ShardTensor`).
     * If `value` has as many elements as the full parameter (with tensor parallelism: as the whole tensor before it was
       split), the result is a sharded tensor of this rank's elements, usually a view.
-    * Values that are not laid out like the parameter are returned unchanged, so every rank keeps all of them: numbers,
-      other tensors of one element (such as step counts), factors of a matrix (as in Adafactor), scales and lookup
-      tables of 8-bit optimizers, and several full tensors stacked in a new dimension 0.
+    * Values that are not laid out like the parameter are returned unchanged, so every rank keeps all of their elements.
+      Such values are numbers, other tensors of one element (step counts), factors of a matrix (in Adafactor), scales
+      and lookup tables (in 8-bit optimizers), and several full tensors that are stacked in a new dimension 0.
 
     For a parameter that is not sharded, `value` is returned unchanged.
 
@@ -406,8 +411,8 @@ def _gather(
 def divide_state(parameters: dict[Any, Any], state: States, world: World) -> tuple[list[tuple[str, Any]], States]:
     """Divide an optimizer's state into tensors that are sharded like their parameters, and all other values.
 
-    Called when a state is saved: tensors that are sharded like their parameters, such as moments, are gathered or saved
-    in parts, and other values, such as step counts, are saved once. Collective: every rank must call it.
+    Called when a state is saved. Tensors that are sharded like their parameters, such as moments, are then gathered, or
+    saved in parts. Other values, such as step counts, are saved once. Collective: every rank must call it.
 
     A tensor is sharded like its parameter if, on every rank, it has the shape of the local parameter. One rank alone
     cannot decide this, because a step count may have the shape of a local parameter of one element. Other values are
@@ -487,7 +492,10 @@ def check_keys(optimizer: torch.optim.Optimizer, state: Iterable[Any]) -> None:
 
 
 def _with_quantized(values: dict[str, Any]) -> dict[str, Any]:
-    """Return a parameter's state as a flat dict: merge the nested dict in which some 8-bit optimizers keep tensors."""
+    """Return a parameter's optimizer state with all tensors at the top level of the dict.
+
+    Some 8-bit optimizers store a part of the state in a nested dict.
+    """
     return {**{name: value for name, value in values.items() if name != _QUANTIZED}, **values.get(_QUANTIZED, {})}
 
 

@@ -27,9 +27,9 @@ from .unused import UnusedParameters
 class State(Enum):
     """The state of a flat buffer's full parameters: not in memory, being all-gathered, or readable.
 
-    If the shard is the full buffer (with one rank in the shard group, unless the parameters are quantized), there are
-    no all-gathers, and this state remains SHARDED, although the full parameters are always readable.
-    `ShardedBuffer.is_unsharded` is True in this case, too.
+    If there is only one shard, and its parameters are not quantized, the shard itself is the full buffer. The full
+    parameters are then always readable without an all-gather, but this state stays SHARDED. Use
+    `ShardedBuffer.is_unsharded`, which is True in this case.
     """
 
     SHARDED = auto()
@@ -125,10 +125,10 @@ class ShardedBuffer:
             source: (n,) the tensor that this rank sends: the shard, or another form of it, such as a rounded copy.
             target: the memory for the result: n elements from each rank, in rank order. None if nothing needs to be
                 gathered.
-            cut: the (start, stop) ranges of `source` that an all-gather must also copy to this rank's own part of
-                `target`. The all-gather may leave the rest of this part unwritten. Pass [(0, n)] if all parameters are
-                read from `target`. Pass None, the default, if parameters that this rank stores in full are read from
-                `source` itself: it selects the ranges of parameters that are split between ranks.
+            cut: the ranges (start, stop) of this rank's own `source` that an all-gather must copy to `target`. The
+                rest of this rank's part of `target` may stay unwritten. (Elements of other ranks are always copied.)
+                Pass [(0, n)] if all full parameters are views of `target`. None, the default, selects only the elements
+                of parameters that are split between ranks. Other parameters must then be read from `source`.
         """
         if self.keeps_address:
             if self._target is not None and self._target is not target:
@@ -233,9 +233,9 @@ class ShardedBuffer:
     def take_part(self) -> None:
         """Take part in an all-gather of this flat buffer that only other ranks need, and discard the result.
 
-        Called in an uneven model, for example if other ranks enter a block that this rank does not enter now.
-        Collective: every rank must call either this or `gather`. If this rank's full buffer is filled already, it stays
-        filled, and the result is received in temporary memory.
+        Called in an uneven model, that is, one whose ranks may enter different blocks: for example, if other ranks
+        enter a block that this rank does not enter now. Collective: every rank must call either this or `gather`. If
+        this rank's full buffer is filled already, it stays filled, and the result is received in temporary memory.
         """
         if self._state is State.SHARDED or self._filled_version != self.shard._version:
             self.gather()
@@ -271,7 +271,11 @@ class ShardedBuffer:
                 self.storage.after_gather()
 
     def reshard(self) -> None:
-        """Free the full buffer, unless `is_resident` is True, or `sharded` is False (the shard is the full buffer)."""
+        """Free the memory of the full parameters.
+
+        Nothing is freed if the full parameters are to stay in memory from step to step (`is_resident`), or if they are
+        views of the shard (`sharded` is False).
+        """
         if self._state is State.SHARDED:
             return
         if self.resident and self.is_resident:
@@ -280,10 +284,10 @@ class ShardedBuffer:
         self.drop()
 
     def drop(self) -> None:
-        """Free the full buffer. Unlike `reshard`, do so even if it is resident (`is_resident`).
+        """Free the memory of the full parameters, even if they are to stay in memory from step to step (`is_resident`).
 
-        Called by `reshard`. Also called before a call of `route` that changes what all-gathers send, and when the
-        buffer leaves its block because all of its parameters were deleted.
+        Called by `reshard`. It is also called before all-gathers are changed to send another tensor (`route`), and when
+        all parameters of the buffer were deleted from their block.
         """
         if self._ticket is not None:  # the all-gather may still write to the memory, because `wait` was not called
             self._ticket.wait()
@@ -293,12 +297,15 @@ class ShardedBuffer:
 
     @property
     def is_resident(self) -> bool:
-        """True if `reshard` keeps the full buffer now: `resident` is set, and all parameters are frozen."""
+        """Whether `reshard` keeps the full parameters in memory: `resident` is True and all parameters are frozen."""
         return self.resident and not self.gradient.trainable
 
     @property
     def sharded(self) -> bool:
-        """False if the shard is the full buffer (with one rank, unless the parameters are quantized), else True."""
+        """Whether the full buffer has its own memory. If False, the shard itself is the full buffer.
+
+        The shard is the full buffer if there is only one shard (as with one rank), unless the parameters are quantized.
+        """
         return not self._alone
 
     @property
@@ -376,10 +383,10 @@ class ShardedBuffer:
           full buffer (with one rank, unless the parameters are quantized).
 
         Args:
-            copies: Parameters that share memory with those in `full_params`, and that the forward has written. These
-                writes are refused in the same way. Outside blocks, each module that reads a parameter gets such a
-                Parameter of its own, with its own version counter. This method cannot find it, so the caller checks the
-                counter and passes the Parameter if it was written.
+            copies: other Parameters that share memory with those in `full_params`, and that the forward has written.
+                These writes are refused in the same way. Outside blocks, each module that reads a parameter gets its
+                own Parameter object with its own version counter. The caller must check these counters, and pass the
+                Parameters that were written.
         """
         dtype, written = self.shard.dtype, [*copies]
         for full in self.full_params:

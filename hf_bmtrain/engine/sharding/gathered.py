@@ -87,7 +87,7 @@ def gathered(what: torch.nn.Module | Iterable[torch.Tensor] | torch.Tensor, modi
 
 
 def _by_buffer(sharded_params: Iterable[DistributedParameter]) -> Iterator[DistributedParameter]:
-    """Yield each local parameter once, while its full parameter is readable.
+    """Yield each local (sharded) parameter once, while its full parameter is readable.
 
     Collective: every rank must call it. Only one flat buffer is unsharded at a time.
     """
@@ -119,7 +119,7 @@ def _shown(model: torch.nn.Module, slots: Sequence[Slot], full_params: Wholes) -
     put back. If the code inside the context has replaced a parameter or module, the replacement is undone, and
     RuntimeError is raised.
 
-    slots: the entries of modules' `_parameters` that are set to local parameters.
+    slots: the entries of modules' `_parameters` that are set to local (sharded) parameters.
     full_params: for each local parameter, the full parameter that replaces it.
     """
     modules = list(model.modules())
@@ -165,7 +165,7 @@ def _write_back(world: World, full_params: Wholes) -> None:
 
     Raises RuntimeError, before anything is written, if a shape or dtype was changed.
 
-    full_params: {local parameter: a copy of the full parameter}. The user may have changed the copy.
+    full_params: {local (sharded) parameter: a copy of the full parameter}. The user may have changed the copy.
     """
     misfits = [
         f"{tuple(sharded.full_shape)} {sharded.dtype} became {tuple(full.shape)} {full.dtype}"
@@ -190,7 +190,7 @@ def _check_unchanged(world: World, full_params: Wholes, modify: bool) -> None:
 
     Args:
         world: all ranks.
-        full_params: {local parameter: a copy of the full parameter} of the parameters that must not change.
+        full_params: {local (sharded) parameter: a copy of the full parameter} of the parameters that must not change.
         modify: the argument `modify` of `gathered`. If True, all parameters in `full_params` are quantized, and the
             error says why quantized parameters cannot be written. If False, the error says to pass modify=True.
     """

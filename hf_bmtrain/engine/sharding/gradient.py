@@ -21,11 +21,12 @@ from .unused import UnusedParameters
 
 
 class _Norms:
-    """Callable that returns the SegmentNorms of a flat gradient, an object that computes the norm of each `.grad`.
+    """Creates a SegmentNorms, the object that computes the norms of gradients in a flat gradient, on demand.
 
-    The object is created only at the first call, because usually no norm is read. Later calls return the same object.
+    Calling this object returns the SegmentNorms. The first call creates it, and later calls return the same one. It is
+    not created earlier, because the norms are usually not read.
 
-    arguments: the arguments with which to create the SegmentNorms.
+    arguments: the arguments of SegmentNorms.
     """
 
     def __init__(self, arguments: tuple) -> None:
@@ -58,7 +59,8 @@ class GradientBuffer:
             only replaced, so that callers may keep it.
         trained: for each local parameter, whether it required a gradient in any call of `send` so far, or whether a
             loaded checkpoint says that it was trained.
-        number: the number of the flat buffer in the order of creation. It identifies the buffer in the collective log.
+        number: the number of the flat buffer in the order of creation. It identifies the buffer in the collective log,
+            the list of operations that the ranks compare.
     """
 
     def __init__(
@@ -119,14 +121,15 @@ class GradientBuffer:
 
     @property
     def trainable(self) -> bool:
-        """True if any local parameter of the flat buffer requires a gradient."""
+        """True if any local (sharded) parameter of the flat buffer requires a gradient."""
         return True in self.requires_grad
 
     def follow_requires_grad(self) -> None:
         """Copy `requires_grad` from the local parameters to the full parameters.
 
-        Called before each training forward of a block, because users freeze the local parameters, but autograd uses the
-        full ones. (Root parameters are read as separate Parameters, which `OnDemandGather.read` chooses accordingly.)
+        Called before each training forward of a block. Users freeze the local (sharded) parameters, which are in
+        `model.parameters()`, but autograd uses the full ones. (Root parameters are read as separate Parameters, which
+        `OnDemandGather.read` chooses accordingly.)
         """
         self.require_grad(self.requires_grad)
 
@@ -152,7 +155,7 @@ class GradientBuffer:
 
         The memory is still needed, and nothing is freed, in three cases:
 
-        * A local parameter has a `.grad`.
+        * A local (sharded) parameter has a `.grad`.
         * A backward is writing to `shard`: from its first gradient until `receive`.
         * `receive` returned True, and `decide`, which may set a `.grad` to a view of `shard`, was not called yet.
         """
@@ -170,14 +173,14 @@ class GradientBuffer:
 
     @property
     def _gradients(self) -> list[torch.Tensor | None]:
-        """The `.grad` of each local parameter, in the order of the flat buffer.
+        """The `.grad` of each local (sharded) parameter, in the order of the flat buffer.
 
         An entry is None if the parameter has no gradient, or was garbage-collected with its module.
         """
         return [None if (local := reference()) is None else local.grad_now for reference in self.slices]
 
     def set_aside(self) -> Callable[[], None]:
-        """Remove the `.grad` and the gradient hooks of the local parameters until the returned function is called.
+        """Remove the `.grad` and gradient hooks of the sharded parameters until the returned function is called.
 
         Call this before a backward that is not part of training, for example one that only checks whether the gradients
         are right. That backward then adds nothing to the gradients of training, and calls none of these hooks. No
@@ -229,9 +232,10 @@ class GradientBuffer:
         return self._pending is not None
 
     def own(self) -> Iterator[tuple[int, torch.Tensor]]:
-        """Yield (index of the parameter, this rank's gradient before averaging) for each full parameter with a `.grad`.
+        """Yield the index and the `.grad` of each full parameter that has a `.grad`: this rank's own gradients.
 
-        Used to pass these gradients to observers. Call this before `send`, which sets every such `.grad` to None.
+        Used to pass these gradients to observers, such as a check for nan, before they are averaged over the ranks.
+        Call this before `send`, which sets every such `.grad` to None.
         """
         for index, full in enumerate(self._full_params):
             if full.grad is not None:
@@ -282,18 +286,18 @@ class GradientBuffer:
             self._unused.post(self._absent)
 
     def receive(self) -> bool:
-        """Make the current stream wait for the mean that `send` has started, and set the `.grad` of local parameters.
+        """Make the current stream wait for the mean gradient after `send`, and set the `.grad` of local parameters.
 
-        Under gradient accumulation, the mean is added to the earlier gradients. Each `.grad` is a view of `shard`, this
-        rank's shard of the flat gradient.
+        A local parameter has only this rank's elements. Its `.grad` is a view of `shard`, this rank's shard of the flat
+        gradient. Under gradient accumulation, the mean is added to the earlier gradients.
 
         A parameter that has no `.grad` yet, and that this rank did not use in the backward, gets a `.grad` only if
         another rank used it. This is known only when the mean has arrived on the device. The host does not wait for the
         mean here, so this method leaves such a parameter undecided. `decide` waits later, and sets the `.grad` if
         needed.
 
-        If a local parameter of the buffer has a gradient hook, however, the host waits here, so that no parameter stays
-        undecided: all ranks must call the hooks in the same order.
+        If a local parameter of the buffer has a gradient hook, however, the host waits here, and no parameter stays
+        undecided. This is necessary because all ranks must call the hooks in the same order.
 
         Returns:
             True if a parameter is undecided, so that `decide` must be called later. False otherwise; always False with
@@ -325,7 +329,7 @@ class GradientBuffer:
         return True
 
     def decide(self) -> None:
-        """Set the `.grad` of parameters that this rank did not use in the backward, but another rank did.
+        """Set the `.grad` of the parameters that only other ranks used in the backward.
 
         If `receive` returned True, call this before the next reduction of the buffer. The host waits for the mean
         gradient. Nothing is done if `receive` returned False, or while a reduction is pending.
@@ -345,7 +349,7 @@ class GradientBuffer:
         """Drop all gradients of this backward, and the result of a pending reduction.
 
         Called after an exception in the backward, or if all parameters were frozen between forward and backward. The
-        memory of the flat gradient is freed if no local parameter has a `.grad`.
+        memory of the flat gradient is freed if no local (sharded) parameter has a `.grad`.
         """
         for full in self._full_params:
             full.grad = None
@@ -356,8 +360,8 @@ class GradientBuffer:
             self._pending.cancel()
             self._pending = self._squares = None  # the reduction may have changed the shard, but not the squares
         self._begun = False
-        # The contents of the shard, including its padding, are undefined now. If it were kept, and the user then set a
-        # `.grad`, the next backward would add its gradients to these contents.
+        # The contents of the shard, including its padding, are undefined now. If the shard were kept, and the user then
+        # set a `.grad`, the next backward would add its gradients to these contents.
         self.free_if_unused()
 
     def _begin(self) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -367,7 +371,7 @@ class GradientBuffer:
 
         Returns:
             (shard, total): `shard` receives this rank's part of the mean gradient. `total` is the sum of the gradients
-                of earlier backwards, to which the mean is added; None if no local parameter has a `.grad`.
+                of earlier backwards, to which the mean is added; None if no local (sharded) parameter has a `.grad`.
         """
         assert self._pending is None, "`receive` was not called after the last `send`"
         if not self._begun:
@@ -386,7 +390,7 @@ class GradientBuffer:
 
     @property
     def intact(self) -> bool:
-        """True if every local parameter's `.grad` is None or the view of `shard` that this object has set.
+        """True if the `.grad` of every sharded parameter is None or the view of `shard` that this object has set.
 
         Optimizers may then read the gradients of several parameters as one piece of `shard`, the flat gradient. False
         if the user has replaced a `.grad` by another tensor, which is not in `shard`.
@@ -404,8 +408,11 @@ class GradientBuffer:
         """Return the sums of squares of the gradients of k parameters, over this rank's elements, as (k,) float64.
 
         OptimManager uses them for the gradient norm. Some reductions compute them while they average the gradients.
-        Returns None if the last reduction did not compute them, if one of these gradients is None or was replaced after
-        the reduction, or if `shard`, the flat gradient, was written to after the reduction.
+        Returns None in these cases:
+
+        * The last reduction did not compute them.
+        * One of these gradients is None, or was replaced after the reduction.
+        * `shard`, the flat gradient, was written to after the reduction.
 
         Args:
             indices: the indices of k consecutive parameters.
@@ -436,12 +443,12 @@ class GradientBuffer:
         """Prepare the running sum of gradients, to which another backward will be added.
 
         The running sum of earlier backwards is kept if there is one, because it may be more precise than `.grad`. If
-        there is none, or if the user has written to a `.grad` in place, a new sum begins with the values of `shard`: a
-        float32 copy of a half-precision `shard`, or `shard` itself if it is float32 or wider.
+        there is none, or if the user has written to a `.grad` in place, a new sum begins with the values of `shard`. It
+        is a float32 copy of a half-precision `shard`, or `shard` itself if it is float32 or wider.
 
         The user may also have replaced the `.grad` of a parameter, or set it to None. The parameter's part of the sum
-        is then overwritten with the present `.grad`, or with zeros if it is None. The former `.grad`, which the user
-        may still have, keeps its values in other memory.
+        is then overwritten with the present `.grad`, or with zeros if it is None. The user may still refer to the
+        former `.grad`, so it is copied to other memory.
         """
         if self.shard is None:
             self.shard = torch.zeros_like(self._like)
@@ -461,7 +468,7 @@ class GradientBuffer:
                 target.zero_() if gradient is None else target.copy_(gradient)
 
     def _hand_out(self, indices: Iterable[int]) -> None:
-        """Set the `.grad` of the local parameters with these indices, then call their gradient hooks.
+        """Set the `.grad` of the local (sharded) parameters with these indices, then call their gradient hooks.
 
         Each `.grad` becomes a view of `shard`, this rank's shard of the flat gradient. The `.grad` of frozen parameters
         does not change.

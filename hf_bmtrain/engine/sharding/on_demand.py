@@ -65,7 +65,7 @@ class OnDemandGather:
 
     @classmethod
     def of(cls, sharded: Any, schedule: Schedule) -> OnDemandGather:
-        """Return the OnDemandGather of the flat buffer that contains the local parameter `sharded`.
+        """Return the OnDemandGather of the flat buffer that contains the local (sharded) parameter `sharded`.
 
         The first call creates it, and sets it as the attribute `on_demand` of all local parameters of the buffer.
 
@@ -83,8 +83,8 @@ class OnDemandGather:
     def buffers(self) -> tuple[ShardedBuffer]:
         """The flat buffer that this object unshards, as a tuple of one element.
 
-        A block has an attribute of the same name, with several flat buffers. So the Schedule can order the all-gathers
-        and reductions of blocks and of OnDemandGathers in the same way.
+        Blocks have an attribute of the same name, which may contain several flat buffers. This allows the Schedule to
+        treat blocks and OnDemandGathers alike.
         """
         return (self._buffer,)
 
@@ -158,12 +158,13 @@ class OnDemandGather:
             self._read_elsewhere = True
 
     def note_read(self) -> None:
-        """Record that a parameter is read by a fused loss, or by `read_full` outside a forward or during a backward.
+        """Record that a parameter was read, and that backward may compute the gradient of this read at any time.
 
-        `DistributedParameter.gather` and functions of torch call `DistributedParameter.read_full`.
+        If gradients are enabled now, all later backwards reduce the gradients of the buffer's parameters only at their
+        end. Called in two cases:
 
-        It is not known when backward will compute the gradient that comes from such a read. So if gradients are enabled
-        now, all later backwards reduce the gradients of the buffer's parameters only at their end.
+        * A fused loss reads the parameter.
+        * `DistributedParameter.gather`, or a function of torch, reads it outside a forward or during a backward.
         """
         if torch.is_grad_enabled():
             self._read_elsewhere = True
@@ -187,12 +188,11 @@ class OnDemandGather:
         return full
 
     def full_params(self, index: int) -> list[torch.nn.Parameter]:
-        """Return the full Parameter objects that get gradients of one parameter. They share memory.
+        """Return all Parameter objects for which autograd computes gradients of one parameter.
 
-        There is one for each module that has read the parameter while it was trained. Each module reads its own
-        Parameter object, so that autograd computes the gradient of each module separately.
-        `loss.backward(inputs=[parameter])` needs all of them: autograd must compute gradients for these objects, not
-        for the local parameter that the user has passed.
+        There is one for each module that has read the parameter while it was trained, so that autograd computes the
+        gradient of each module separately. All have the full shape and share memory. In
+        `loss.backward(inputs=[parameter])`, these objects replace the sharded parameter that the user has passed.
 
         index: the index of the parameter in the flat buffer.
         """
@@ -212,8 +212,8 @@ class OnDemandGather:
         self._schedule.join_backward(self)
         # An earlier reduction of this buffer may still be pending, and must end first. There are two cases: the buffer
         # belongs to a block, and a parameter was also read outside the block; or the gradients from
-        # `take_complete_gradients` are being reduced, and this is another one. It is averaged at the end of the
-        # backward, and the result is added to the mean of the earlier reduction.
+        # `take_complete_gradients` are being reduced, and `gradient` follows them. In both cases, `gradient` is
+        # averaged at the end of the backward, and the result is added to the mean of the earlier reduction.
         if self._buffer.gradient.is_pending:
             self._schedule.receive_all()
         self._sent = False
@@ -285,9 +285,12 @@ class OnDemandGather:
         called a second time.
 
         Returns:
-            A list that contains the GradientBuffer of the flat buffer. The list is empty in three cases: all parameters
-            are frozen; the number of training forward passes that have read them since the last backward is not one; or
-            they were ever read in a way that makes the time of the gradient unknown (see `note_read` and `count_pass`).
+            A list that contains the GradientBuffer of the flat buffer. The list is empty in three cases:
+
+            * All parameters are frozen.
+            * The number of training forward passes that have read them since the last backward is not one.
+            * They were ever read in such a way that backward may compute the gradient at any time (see `note_read` and
+              `count_pass`).
         """
         if self._passes != 1 or self._read_elsewhere or not self._buffer.gradient.trainable:
             return []
@@ -338,9 +341,9 @@ def watch(group: Sequence[OnDemandGather]) -> Iterator[None]:
     * Only one module has ever read parameters of this buffer. (Otherwise, for example if weights are tied, another
       module may soon read them.)
 
-    Views that autograd has not saved then become invalid. So if code outside the context may have such views, for
-    example in the outputs of the module, `unwatched` of their OnDemandGather must be set to True before the context
-    ends; nothing is freed then.
+    Views that autograd has not saved then become invalid. Code outside the context may have such views, for example in
+    the outputs of the module. If so, set `unwatched` of their OnDemandGather to True before the context ends. Nothing
+    is freed then.
 
     If contexts for the same buffer are nested, its parameters are freed only at the end of the outer one, whose code
     may still have views.

@@ -254,17 +254,17 @@ class DistributedParameter(ShardBase, torch.nn.Parameter):
 
     @property
     def storage_kind(self) -> StorageKind:
-        """The StorageKind that a full copy of this parameter gets. It may differ from that of the parameter itself.
+        """The StorageKind with which a full copy of this parameter is sharded later.
 
-        A StorageKind defines in which form shards are stored and sent, and over which ranks. A full copy is made when
-        the parameter or its model is deep-copied, and when the parameter is sharded again. `mark` sets the StorageKind
-        as an attribute of the copy, unless it is PLAIN. It is used when the copy is sharded.
+        A StorageKind defines the form in which shards are stored and sent, and the ranks over which they are divided.
+        Full copies are made when the parameter or its model is deep-copied, and when the parameter is sharded again.
+        `mark` sets this StorageKind as an attribute of the copy, unless it is PLAIN.
 
-        * With tensor parallelism, it is the StorageKind of the parameter itself if the parameter is a part of a split
-          tensor, or was created with `tp_mode=True` (all ranks of a tensor-parallel group use it for the same rows of
-          the batch). The copy is then sharded, and its gradient averaged, over the same ranks.
-        * Otherwise it is PLAIN (elements are stored as they are), even if the parameter is quantized or all-gathered in
-          8 bits. PLAIN leaves the choice open: how to store the copy is chosen as for a new parameter.
+        * With tensor parallelism, it is the parameter's own StorageKind if the parameter is a part of a split tensor,
+          or was created with `tp_mode=True` (all ranks of a tensor-parallel group use it for the same rows of the
+          batch). The copy is then sharded, and its gradient averaged, over the same ranks.
+        * Otherwise it is PLAIN, even if the parameter is quantized or all-gathered in 8 bits. The storage of the copy
+          is then chosen in the same way as that of a new parameter.
         """
         return self.buffer.storage.kind or PLAIN
 
@@ -434,8 +434,8 @@ def is_read_only(parameter: object) -> bool:
 class _ReadWhole(torch.autograd.Function):
     """The autograd function that copies the full values of a sharded parameter into a new tensor.
 
-    It runs when `gather`, or a function of torch, reads the sharded parameter while autograd records. Its backward
-    passes the gradient of the copy on: it is averaged over the ranks together with the parameter's other gradients.
+    It runs when `gather`, or a function of torch, reads the sharded parameter while autograd records. In backward, the
+    gradient of the copy is averaged over the ranks, together with the parameter's other gradients.
     """
 
     @staticmethod

@@ -16,7 +16,7 @@ class PendingUpdate:
     The current stream must wait for the update before the shard is read or written. These operations include the wait:
 
     * `ShardedBuffer.gather`,
-    * the attribute `.data` of a local parameter, and torch operations on it,
+    * the attribute `.data` of a local (sharded) parameter, and torch operations on it,
     * `parameter.take(full)`, because its result is usually written to the shard next.
 
     With peer copies, other ranks read this rank's shard directly. `announce` makes them wait for the update as well.

@@ -186,11 +186,11 @@ def _full(parameter: torch.nn.Parameter) -> torch.nn.Parameter:
 
 @contextmanager
 def hidden(slots: Sequence[Slot], convert) -> Iterator[None]:
-    """Context manager that hides local parameters from `module._apply(convert)`, so that they are not converted.
+    """Context manager that hides sharded parameters from `module._apply(convert)`, so that they are not converted.
 
     `Module.to`, `half`, `cuda` and other methods call `_apply`, which would move the parameters to new memory, but a
-    shard never moves. Inside the context the slots are None. At its end they are set to the local parameters again,
-    even if the body has raised an error.
+    shard never moves. Inside the context the slots are None. At its end they are set to the local (sharded) parameters
+    again, even if the body has raised an error.
 
     Args:
         slots: the entries of modules' `_parameters` that are set to local parameters.

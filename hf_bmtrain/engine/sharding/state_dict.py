@@ -202,7 +202,7 @@ def follow_state_dicts(layer: torch.nn.Module, slots: Iterable[Slot]) -> None:
 
 
 def _gather_on_save(module, state_dict, prefix, metadata) -> None:
-    """Replace local parameters in `state_dict` by full tensors on the CPU. Collective: every rank must call it.
+    """Replace sharded parameters in `state_dict` by full tensors on the CPU. Collective: every rank must call it.
 
     This is a state_dict post-hook of the modules inside a block, for users that call such a module's own `state_dict`.
     During `state_dict` of the block or the model, the modules contain full parameters, so nothing is done.

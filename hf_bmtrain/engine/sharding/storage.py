@@ -227,9 +227,9 @@ class Storage:
     def holds(self, tensor: torch.Tensor) -> bool:
         """Return whether `tensor` is a view of a full parameter. Such a view may become invalid at the next reshard.
 
-        This is checked for the outputs of a forward: a view is copied before the reshard. For root parameters, it is
-        also checked for the tensors that autograd saves: before backward reads a view, the buffer is all-gathered again
-        if it was resharded.
+        This is checked for the outputs of a forward: a view is copied before the reshard. For parameters outside
+        blocks, it is also checked for the tensors that autograd saves: before backward reads a view, the buffer is
+        all-gathered again if it was resharded.
 
         False if the shard is the full buffer, because nothing is freed then. Otherwise, the result is also True for a
         view of the shard: on a rank that stores all elements of a parameter, the full parameter is such a view. It
@@ -339,7 +339,7 @@ class StorageKind:
 
     @property
     def parameter_class(self) -> type[DistributedParameter] | None:
-        """The class of the local parameters in flat buffers with this storage. None stands for DistributedParameter."""
+        """The class of the local (sharded) parameters in flat buffers of this kind. None means DistributedParameter."""
         return None
 
 

@@ -5,8 +5,8 @@ has a different number of ranks than this package, or if the Trainer lacks this 
 Neither Accelerate nor transformers is imported here, because a program need not have them. If the program has imported
 them, they are found in `sys.modules`.
 
-If a group of ranks shares the rows (sequences) of a batch, Accelerate's data loaders are made to give the same batches
-to all ranks of the group, and its `gather_for_metrics` to return each row once.
+If a group of ranks shares the rows (sequences) of a batch, this module changes Accelerate: its data loaders give the
+same batches to all ranks of the group, and `gather_for_metrics` returns each row once.
 """
 
 from __future__ import annotations

@@ -37,10 +37,11 @@ def install_hook(model: torch.nn.Module) -> None:
 
 
 def after_later_hooks(model: torch.nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
-    """Run the forward pre-hooks of `model` that run after its ModelHook, and return the arguments of its forward.
+    """Run the forward pre-hooks of `model` that follow its ModelHook, and return the resulting arguments.
 
-    Used by an observer whose `before_forward` runs the forward once as a trial. At this time, these hooks have not run
-    yet, and they may change the arguments. They run again before the forward itself.
+    ModelHook is the pre-hook that calls the observers' `before_forward`. An observer calls this function if it runs the
+    forward once as a trial, because the hooks that follow have not run at this time, and may change the arguments. They
+    run again before the forward itself.
 
     Args:
         model: a wrapped model.
@@ -174,8 +175,8 @@ def _check_places(block: CheckpointBlock) -> None:
     """Raise RuntimeError if a parameter of `block` was registered under another name after `block` was sharded.
 
     Under the new name, the block's forward would read only this rank's elements, because the full parameter is set
-    under the old name. A parameter that an earlier check found deleted, and that is registered again, becomes a
-    parameter of the block again.
+    under the old name. If an earlier check has found that a parameter was deleted, but it is registered again now, it
+    becomes a parameter of the block again.
     """
     slots, state = block._slots(), block._bmt
     known = {(id(slot.parameters), slot.name) for slot in slots}

@@ -21,9 +21,15 @@ _EMBEDDINGS = (torch.nn.Embedding, torch.nn.EmbeddingBag)
 def admit(model: torch.nn.Module) -> None:
     """Raise ValueError, with the reason, if `model` as a whole, or one of its modules, cannot be wrapped.
 
-    The error is raised if the model has no parameters, is a DistributedDataParallel or DataParallel, is the result of
-    torch.compile, is sharded by FSDP, contains a reversible layer (with a method `backward_pass`), or is wrapped
-    already. The parameters themselves are checked by `admit_parameters`.
+    The error is raised in these cases:
+
+    * The model has no parameters.
+    * It is a DistributedDataParallel or DataParallel, or is sharded by FSDP.
+    * It is the result of torch.compile.
+    * It contains a reversible layer (with a method `backward_pass`).
+    * It is wrapped already.
+
+    The parameters themselves are checked by `admit_parameters`.
     """
     kind = type(model).__name__
     if next(model.parameters(), None) is None:
@@ -93,9 +99,13 @@ def _called(name: str) -> str:
 def admit_parameters(model: torch.nn.Module, recognized: Callable[[torch.nn.Parameter], bool]) -> None:
     """Raise ValueError if a parameter of `model` cannot be sharded. The error names the parameter, or its module.
 
-    Examples are parameters of a scripted module or of an embedding with sparse gradients, parameters on the meta
-    device without values, parameters with a hook on their gradient, DTensors and other subclasses of torch.Tensor, and
-    two different parameters in the same memory, if one of them is trained.
+    Examples of such parameters:
+
+    * A parameter of a scripted module, or of an embedding with sparse gradients.
+    * A parameter without values, on the meta device.
+    * A parameter with a hook on its gradient.
+    * A DTensor, or another subclass of torch.Tensor.
+    * Two different parameters in the same memory, if one of them is trained.
 
     If parameters can be sharded but have a `.grad`, rank 0 logs a warning, because sharding drops these gradients.
 
@@ -197,7 +207,7 @@ def _span(tensor: torch.Tensor) -> tuple[int, int]:
 def _overlap(first: torch.Tensor, second: torch.Tensor, begin: int) -> bool:
     """Return whether two tensors whose spans overlap have elements in common. (Two columns of a matrix have none.)
 
-    The result is True if their dtypes differ.
+    If their dtypes differ, the result is always True.
 
     begin: the lower of the addresses at which the two tensors begin.
     """
@@ -224,7 +234,11 @@ def holds_additions(model: torch.nn.Module) -> bool:
 
 
 def refuse_other_blocks(model: torch.nn.Module, asked: Sequence[torch.nn.Module]) -> None:
-    """Raise ValueError unless `asked`, the blocks passed to a later call of `auto_wrap`, are the blocks of `model`."""
+    """Raise ValueError if `auto_wrap` is called again for a wrapped model, with blocks that differ from the model's.
+
+    model: the model, which was wrapped before.
+    asked: the blocks that were passed in this call.
+    """
     names = {module: name for name, module in model.named_modules()}
     blocks = [module for module in names if isinstance(module, CheckpointBlock)]
     other = next((names[module] for module in names if (module in asked) != (module in blocks)), None)

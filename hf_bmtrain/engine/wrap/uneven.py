@@ -49,12 +49,12 @@ def negotiate_if_uneven(plan: WrapPlan, chains: Sequence[Chain]) -> None:
 
 
 def follow_additions(plan: WrapPlan) -> None:
-    """Number the model's collectives again, after parameters such as adapters were added and sharded.
+    """Assign numbers to the collectives of parameters, such as adapters, that were added to a model and sharded.
 
-    Called each time parameters were added. Does nothing unless `negotiate_if_uneven` found, when the model was first
-    wrapped, that ranks may run different parts of it. In this case, the ranks agree on each collective before it
-    starts: they send each other the number of the collective that each needs next. The all-gathers and reductions of
-    the added parameters therefore need numbers, too.
+    Does nothing unless `negotiate_if_uneven` found, when the model was first wrapped, that ranks may run different
+    parts of it. In this case, the ranks agree on each collective before it starts: each rank sends the others the
+    number of the collective that it needs next. So the all-gathers and reductions of the added parameters need numbers,
+    too. The model's other collectives get new numbers.
 
     plan: the model, which was wrapped before, and its division into blocks and other modules.
     """
@@ -63,10 +63,10 @@ def follow_additions(plan: WrapPlan) -> None:
 
 
 def _register(plan: WrapPlan) -> None:
-    """Mark the model of `plan` as uneven (ranks may run different parts of it), and number its collectives.
+    """Mark the model of `plan` as uneven (ranks may run different parts of it), and assign numbers to its collectives.
 
-    Each rank sends the others the number of the collective that it needs next, and the ranks agree on one number (see
-    `Negotiation`).
+    Later, before each collective, each rank sends the others the number of the one that it needs next, and the ranks
+    agree on one number (see `Negotiation`).
     """
     for module in plan.root:
         if isinstance(module, DistributedModule):

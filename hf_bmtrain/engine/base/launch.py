@@ -5,7 +5,8 @@
     launch(grid, block, x, n, partials)                        # arguments are checked against the source's signature
 
 NVRTC, CUDA's run-time compiler, compiles a variant to a cubin (machine code for one GPU architecture). The cubin is
-cached on disk under a hash of all inputs. While one process of a host compiles it, a file lock makes the others wait.
+cached on disk under a hash of all inputs. While one process of a host compiles a variant, a file lock makes the host's
+other processes wait.
 """
 
 import fcntl
@@ -40,7 +41,7 @@ _SCALARS = {
     "float": ((float, *_INTEGERS, numpy.floating), numpy.float32),
 }  # fmt: skip
 C_NAMES = {torch.float32: "float", torch.float16: "fp16", torch.bfloat16: "bf16"}
-"""{dtype of weights and gradients that the kernels support: its name in the CUDA sources}."""
+"""The dtypes of weights and gradients that the kernels support, each with its name in the CUDA sources."""
 
 
 def source_folder() -> Path:
@@ -193,7 +194,8 @@ def compile_cubin(variant: Variant, arch: int, options: Sequence[str] = ()) -> t
 def supported_arch(capability: tuple[int, int], known: Sequence[int]) -> int:
     """Return the newest architecture in `known` whose compiled kernels run on a GPU of compute capability `capability`.
 
-    Compiled kernels run on GPUs with the same major and the same or a higher minor version.
+    A kernel that was compiled for one compute capability runs on GPUs whose compute capability has the same major
+    version, and the same or a higher minor version.
 
     Args:
         capability: the GPU's compute capability, (major, minor).

@@ -150,8 +150,8 @@ def adam_update(
         grad: (n,), only read: float32, or the dtype of `weight`. If `weight` is None: float32, float16 or bfloat16.
         master: (n,), updated: the float32 masters, which are the parameter itself if `weight` is None. For bfloat16
             weights, it may instead be int16 residuals, the differences between masters and weights (see residual.py).
-            In this case `weight` is read too. A residual of 32768, which int16 lacks, is stored as -32768 and marked by
-            a negative sign of the element's exp_avg_sq.
+            In this case `weight` is read too. A residual of 32768, which does not fit in int16, is stored as -32768 and
+            marked by a negative sign of the element's exp_avg_sq.
         exp_avg: (n,) float32, or bfloat16 with stochastic rounding. Updated.
         exp_avg_sq: (n,) float32. Updated.
         weight: (n,) float16 or bfloat16, written with the updated masters, rounded to nearest even; None if `master` is

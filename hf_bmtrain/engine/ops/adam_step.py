@@ -80,8 +80,8 @@ class KernelSteps:
         self._one = torch.ones(1, dtype=torch.float32, device=device)
         self._zero = torch.zeros_like(self._one)
         self._scale, self._flag = self._one, self._zero
-        # The hyper-parameters last copied to the device, one row for each parameter group. None stands for a
-        # hyper-parameter that the user has passed as a tensor on the device.
+        # The hyper-parameters last copied to the device, one row for each parameter group. A hyper-parameter that the
+        # user has passed as a tensor on the device is None here.
         self._sent: list[list[float | None]] = []
         self._coupled = [False] * runs
 
@@ -213,7 +213,7 @@ class TorchSteps:
 def kernels_serve(device: torch.device) -> bool:
     """Return whether updates on `device` use CUDA kernels.
 
-    The result is also True for the meta device, which stands for a GPU in predictions of memory.
+    The result is also True for the meta device, on which the package simulates a GPU to predict memory use.
     """
     return device.type != "cpu"
 
@@ -227,9 +227,9 @@ def master_dtype(weight: torch.dtype, device: torch.device) -> torch.dtype | Non
 
     Returns:
         * None for float32 weights, which are their own masters.
-        * int16 for bfloat16 weights on a GPU (or on the meta device, which stands for a GPU): the masters are stored as
-          residuals, their differences from the weights (see residual.py). These represent the same float32 numbers in
-          2 bytes less per element.
+        * int16 for bfloat16 weights on a GPU (or on the meta device, which simulates a GPU): the masters are stored as
+          residuals, their differences from the weights (see residual.py). These represent the same float32 numbers in 2
+          bytes less per element.
         * float32 for bfloat16 weights on the CPU, and for float16 weights on any device.
     """
     if weight == torch.float32:
@@ -240,9 +240,9 @@ def master_dtype(weight: torch.dtype, device: torch.device) -> torch.dtype | Non
 def adam_steps(groups: Sequence[int], device: torch.device, exp_avg_dtype: torch.dtype) -> KernelSteps | TorchSteps:
     """Return an object that makes AdamW steps on `device`.
 
-    The object is a KernelSteps on CUDA and on the meta device (which stands for a GPU in predictions of memory). It is
-    also a KernelSteps for a bfloat16 or 8-bit first moment, which torch's AdamW does not support. In all other cases,
-    it is a TorchSteps.
+    The object is a KernelSteps on CUDA, and on the meta device, on which the package simulates a GPU to predict memory
+    use. It is also a KernelSteps for a bfloat16 or 8-bit first moment, which torch's AdamW does not support. In all
+    other cases, it is a TorchSteps.
 
     Args:
         groups: for each parameter group, its number of runs. A run is a range of adjacent elements that are updated

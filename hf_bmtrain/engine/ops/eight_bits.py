@@ -1,4 +1,4 @@
-"""AdamW whose moments take 8 bits: a code for each element, and an exponent for each block of 32 elements.
+"""AdamW with moments stored in 8 bits: one code for each element, and one exponent for each block of 32 elements.
 
 The first moment m and the square root √v of the second moment are stored. A code is a floating-point number of 8 bits
 with a magnitude below 2. It may be subnormal, but not inf or NaN. The stored value is this number times 2ᴱ, where E is
@@ -31,8 +31,9 @@ _COUNT = 8  # the number of elements that one thread updates, as in adam8.cu
 THREADS = 128
 _M_FRACTION, _ROOT_FRACTION = 4, 5
 _SHIFT = 2.0**120
-"""The factor that decodes an 8-bit code. Shift the code, without its sign, so that its fraction bits become the highest
-fraction bits of a float32. This float32 times the factor is the number below 2 for which the code stands."""
+"""The factor with which 8-bit codes are decoded. First shift a code, without its sign, so that its fraction bits become
+the highest fraction bits of a float32. Then multiply this float32 by the factor. The product is the number (below 2)
+that the code represents."""
 
 
 class Moments(NamedTuple):
@@ -132,7 +133,7 @@ def encode(magnitudes: Tensor, fraction: int, random: Tensor | None) -> tuple[Te
     n = len(magnitudes)
     padded = torch.nn.functional.pad(magnitudes, (0, -n % BLOCK)).view(-1, BLOCK)
     dropped = 23 - fraction
-    # Choose the exponent E of each block so that its largest magnitude is not clamped. A code stands for a number below
+    # Choose the exponent E of each block so that its largest magnitude is not clamped. A code represents a number below
     # 2, which is multiplied by 2ᴱ. With f fraction bits, the two largest numbers are a = 2 - 2·2⁻ᶠ and b = 2 - 2⁻ᶠ. Let
     # 2ᴷ be the largest power of two that does not exceed the block's largest magnitude. E = K would clamp a magnitude
     # above b·2ᴷ in every step, so that the moment could never grow to 2ᴷ⁺¹. Therefore E is K + 1 if the magnitude is
@@ -195,9 +196,9 @@ def adam8_update(
     Args:
         grad: (n,), only read: float32, or the dtype of `weight`. If `weight` is None: float32, float16 or bfloat16.
         master: (n,), updated: the float32 masters, which are the parameter itself if `weight` is None. For bfloat16
-            weights, it may instead be int16 residuals: the differences between the bits of masters and weights, read
-            as integers (see residual.py). A residual of 32768, which int16 lacks, is stored as 32767. This moves the
-            master to the adjacent float32 number in the direction of the weight.
+            weights, it may instead be int16 residuals: the differences between the bits of masters and weights, read as
+            integers (see residual.py). A residual of 32768, which does not fit in int16, is stored as 32767. This moves
+            the master to the adjacent float32 number in the direction of the weight.
         moments: the moments of these elements, updated.
         weight: (n,) float16 or bfloat16, written with the new masters rounded to nearest even. With residuals, it is
             read too. None if `master` is the weight.

@@ -1,4 +1,4 @@
-"""Float32 masters of half-precision weights. Those of bfloat16 weights can be stored in 16 bits, as residuals.
+"""Float32 masters (full-precision copies) of half-precision weights. For bfloat16, 16-bit residuals can replace them.
 
 A residual is the difference between the bits of a master and those of its weight, read as integers. A bfloat16 number
 consists of the upper 16 bits of a float32 number, so the bits of the weight are shifted:
@@ -8,7 +8,7 @@ consists of the upper 16 bits of a float32 number, so the bits of the weight are
 The bounds hold because a weight is its master rounded to nearest even. Weight and residual determine the master
 exactly.
 
-Residuals are stored as int16, which lacks the value 32768. This value is stored as -32768 and marked by a tie flag: a
+Residuals are stored as int16. The value 32768 does not fit in int16. It is stored as -32768 and marked by a tie flag: a
 negative sign of exp_avg_sq, Adam's second moment, which itself is never negative. Without an exp_avg_sq, it is stored
 as 32767, which moves the master by its last bit towards the weight. The residual of NaN is stored as 0.
 
@@ -40,10 +40,10 @@ class Master:
             int16 residuals, the differences between masters and weights. To compute a residual, convert the weight to
             float32, read the bits of master and weight as integers, and subtract the weight's integer from the
             master's. None for float32 weights, which are their own masters.
-        exp_avg_sq: Adam's second moment, float32. The moment itself is never negative. If `stored` contains
-            residuals, a negative sign is a tie flag: it marks a residual of 32768, which int16 lacks, and which is
-            stored as -32768. None if the optimizer has no second moment in float32. There are no tie flags then, and a
-            residual of 32768 is stored as 32767.
+        exp_avg_sq: Adam's second moment, float32. The moment itself is never negative. If `stored` contains residuals,
+            a negative sign is a tie flag: it marks a residual of 32768, which does not fit in int16 and is stored as
+            -32768. None if the optimizer has no second moment in float32. There are no tie flags then, and a residual
+            of 32768 is stored as 32767.
     """
 
     weight: torch.Tensor
@@ -119,17 +119,17 @@ class Master:
 
         * A float16 weight: the master is set to the weight.
         * A bfloat16 weight: the master keeps its distance from the weight, that is, new master = new weight + (old
-          master - old weight). In this formula, each number stands for its float32 bits, read as an integer. The old
-          weight was overwritten, but it is the old master rounded to bfloat16. If the new master would not round to the
-          new weight, it is set to the new weight.
+          master - old weight). In this formula, each value means the bits of the float32 number, read as an integer.
+          The old weight was overwritten, but it is the old master rounded to bfloat16. If the new master would not
+          round to the new weight, it is set to the new weight.
 
         This does nothing if the masters are stored as residuals, which are relative to the present weights, or if the
         weights are float32 and thus their own masters.
         """
         if self.stored is None or self.is_residual:
             return
-        # Write to `.data`, which has a version counter of its own. A background save raises an error if the version of
-        # a tensor that it saves has changed, and this write must not cause the error. The save still notices a change:
+        # Write to `.data`, which has a separate version counter. A background save raises an error if the version of a
+        # tensor that it saves has changed, and this write must not cause the error. The save still notices a change:
         # masters change here only after their weights, and it also checks the versions of the weights.
         for p, w in _in_chunks(self.stored.data, self.weight.to(self.stored.device)):
             if w.dtype == torch.bfloat16:
@@ -144,7 +144,7 @@ def split(master: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor, ex
     Called when masters are loaded, and by the reference implementations of AdamW steps. The kernels compute the same.
 
     A residual is the difference between a master and its weight: their bits, read as integers, are subtracted. The
-    value 32768, which int16 lacks, is stored as -32768 and marked by a tie flag, the sign of `exp_avg_sq`.
+    value 32768, which does not fit in int16, is stored as -32768 and marked by a tie flag, the sign of `exp_avg_sq`.
 
     Args:
         master: the masters, only read.

@@ -133,8 +133,8 @@ class ObjectComm:
 
         Args:
             number: this rank's number, a signed integer of 64 bits.
-            entry: the number that stands for this operation in the collective log (the list of operations that the
-                ranks compare), from `collective_log.code`.
+            entry: the number that encodes this operation in the collective log (the list of operations that the ranks
+                compare), from `collective_log.code`.
 
         Raises:
             RuntimeError: not all ranks called it in time.
@@ -170,9 +170,9 @@ class ObjectComm:
             self.collective_log.note(code("decision for", self._number(text)))
 
     def _number(self, text: str) -> int:
-        """Return the number that stands for `text` in the collective log, and store `text` for messages.
+        """Return the number by which the collective log refers to `text`, and store `text` for messages.
 
-        The collective log is the list of operations that the ranks compare. It contains only numbers.
+        The collective log is the list of operations that the ranks compare. It contains only numbers, not texts.
         """
         number = zlib.crc32(text.encode())
         self.occasions[number] = text
@@ -248,7 +248,7 @@ class ObjectComm:
 
 
 def _pickled(value: Any) -> tuple[bytes, str | None]:
-    """Return the pickled value and None, or b"" and a description of the error if it cannot be pickled.
+    """Pickle `value`. Return (the bytes, None), or (b"", a description of the error) if it cannot be pickled.
 
     The caller sends the description to the other ranks, which would otherwise wait for the value.
     """

@@ -271,9 +271,9 @@ class _PeerReducer(CollectingReducer):
         return PendingReduce(ticket, sources, squares=squares)
 
     def _source(self, gradient: torch.Tensor | None, numel: int, like: torch.Tensor) -> torch.Tensor:
-        """Return a full gradient as a contiguous tensor (numel,) in the flat buffer's dtype, to copy it to other ranks.
+        """Return a full gradient as a contiguous tensor (numel,) in the flat buffer's dtype, for copies to other ranks.
 
-        gradient: the full gradient. None stands for zeros.
+        gradient: the full gradient, or None, for which the result is zeros.
         numel: the number of elements of the full gradient.
         like: a tensor with the dtype and device of the zeros.
         """

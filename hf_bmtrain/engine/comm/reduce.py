@@ -344,7 +344,7 @@ class _CollectiveReducer(CollectingReducer):
 
         Such a gradient is reduced directly, without being copied into a flat tensor first.
 
-        gradients: the full gradients of the buffer's tensors. None stands for a gradient of zero.
+        gradients: the full gradients of the buffer's tensors; None for a tensor that has no gradient.
         """
         first = gradients[0]
         if first is None or not self._single:

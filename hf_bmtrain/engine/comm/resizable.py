@@ -91,7 +91,7 @@ def shares_storage(tensor: torch.Tensor, *others: torch.Tensor) -> bool:
     Called, for example, for the outputs of a block: an output that is a view of a full parameter becomes invalid when
     the parameter's memory is freed.
 
-    tensor: the tensor to check. A sparse tensor has no storage of its own, so the storage of its values is compared.
+    tensor: the tensor to check. A sparse tensor has no storage, so the storage of its values is compared.
     others: dense tensors.
     """
     try:

@@ -103,8 +103,8 @@ class ShardBase:
         """Set this tensor to a copy of `values`: a full tensor, a sharded tensor, or this rank's elements (n,).
 
         As in torch, other tensors that share this tensor's memory, such as earlier results of `.data` and `detach`,
-        keep the old values: they are moved to memory of their own first. If `values` shares this tensor's memory
-        already, nothing changes.
+        keep the old values: they are moved to separate memory first. If `values` shares this tensor's memory already,
+        nothing changes.
 
         Otherwise, unlike in torch, this tensor does not share memory with `values` afterwards, so a later write to
         `values` has no effect on it. The exception is an earlier result of this tensor's own `.data` or `detach`: after
@@ -1072,8 +1072,8 @@ def _same_dtype(value: Any, tensors: Sequence[torch.Tensor]) -> Any:
     """Return the second operand of a function in _WITH_TENSOR, such as `torch._foreach_mul_`, in the tensors' dtype.
 
     For example, gradient clipping multiplies bfloat16 gradients by a float32 factor. On a GPU, torch would round the
-    factor to bfloat16 anyway. If the factor has the tensors' dtype, one kernel multiplies many tensors. Otherwise each
-    tensor takes a kernel of its own, at a quarter of the speed.
+    factor to bfloat16 anyway. If the factor has the tensors' dtype, one kernel multiplies many tensors. Otherwise,
+    torch launches one kernel per tensor, which is four times as slow.
 
     value: a number, or a tensor of one element. Anything but a floating-point tensor on a GPU is returned unchanged.
     tensors: the tensors that the function writes. If they differ in dtype, `value` is returned unchanged.

@@ -638,13 +638,13 @@ class Watch(Monitor):
     def _describe(self, entry: int, other: int | None = None) -> str:
         """Return a description of an operation, for messages.
 
-        entry: the number that stands for the operation in a collective log, the list of a rank's operations.
+        entry: the number that encodes the operation in a collective log (the list of a rank's operations).
         other: the rank whose log contains the entry, or None for this rank.
         """
         occasions = dict(self._control.occasions)
         end = time.monotonic() + 2.5 * SECONDS
-        # For an exchange of objects or a decision, `entry` contains only a number that stands for a description. If
-        # this rank does not know the description, wait up to 2.5 seconds until the other rank publishes it.
+        # For an exchange of objects or a decision, `entry` contains only a hash of the description. If this rank does
+        # not know the description, wait up to 2.5 seconds until the other rank publishes it.
         while True:
             status = None if other is None else self._read(other)
             if status is not None:

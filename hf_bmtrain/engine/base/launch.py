@@ -217,7 +217,7 @@ def supported_arch(capability: tuple[int, int], known: Sequence[int]) -> int:
 
 @cache
 def shared_memory_limit(device: torch.device) -> int:
-    """Return the bytes of shared memory that one thread block can use on a CUDA device."""
+    """Return the maximum number of bytes of shared memory that a thread block can use on a CUDA device."""
     runtime = import_cupy().cuda.runtime
     return runtime.deviceGetAttribute(runtime.cudaDevAttrMaxSharedMemoryPerBlockOptin, device.index)
 
@@ -317,7 +317,7 @@ def pack(name: str, signature: Sequence[Argument], values: Sequence[Any], device
 
 
 def _wrong(name: str, argument: Argument, value: Any, device: torch.device) -> Exception:
-    """Return the error to raise for the kernel argument `value`, which has a wrong type, dtype or device.
+    """Return the exception to raise because `value`, an argument of a kernel, has a wrong type, dtype or device.
 
     name: the kernel's name.
     argument: the kernel's parameter for which `value` was passed.

@@ -90,9 +90,10 @@ def value_code(kind: str, value: float) -> int:
 
 
 def option_kind(option: str) -> str:
-    """Return the argument `kind` of `value_code` for an option of an optimizer. For "lr": "step with learning rate".
+    """Return the kind of log entry for an optimizer's option: for "lr", for example, "step with learning rate".
 
-    `value_code` encodes the option's value for the collective log (the list of operations that ranks compare).
+    Pass the result as `kind` to `value_code`, which encodes the option's value for the collective log (the list of
+    operations that ranks compare).
 
     option: the key in the optimizer's parameter groups, such as "lr" or "weight_decay".
     """

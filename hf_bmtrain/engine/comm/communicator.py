@@ -313,7 +313,7 @@ class SingleProcess:
 
 
 class _GlooTicket:
-    """A ticket, the handle to wait for, of one gloo operation that runs asynchronously on CPU tensors.
+    """The `Ticket` (handle to wait for) of a gloo operation that runs asynchronously on CPU tensors.
 
     communicator: the communicator that runs the operation.
     label: a description of the operation, for errors.

@@ -131,7 +131,9 @@ class Reducer(Protocol):
 
 
 class Reduction(Protocol):
-    """A way to average gradients over ranks. `reducer` returns an object that does so for one flat buffer.
+    """A way to average gradients over ranks, for example by a reduce-scatter.
+
+    The method `reducer` returns an object that averages the gradients of one flat buffer.
 
     Attributes:
         ahead: the number of blocks whose reductions may be pending while another block computes its backward.
@@ -305,7 +307,10 @@ class _CollectiveReducer(CollectingReducer):
 
     @cached_property
     def _packing(self) -> tuple[ResizableStorage, Packing]:
-        """The memory of the flat tensor, freed between reductions, and the object that copies gradients into it."""
+        """The memory of the flat tensor, and the `Packing` that copies gradients into the flat tensor.
+
+        The memory is freed between reductions.
+        """
         memory = ResizableStorage(self._layout.numel, self._like.dtype, self._like.device, self._poison)
         return memory, Packing(memory.tensor, self._layout, self._shapes)
 
@@ -354,7 +359,7 @@ class _CollectiveReducer(CollectingReducer):
 
 
 class LocalReduction(Reduction):
-    """The reduction if there is only one rank to average over: copies gradients into the shard, and sends nothing."""
+    """Averages gradients over a single rank: copies them into the shard, and sends nothing."""
 
     ahead = 0
 
@@ -363,7 +368,7 @@ class LocalReduction(Reduction):
 
 
 class _LocalReducer:
-    """The reducer if there is only one rank to average over. It only copies the gradients of a flat buffer.
+    """Averages the gradients of one flat buffer over a single rank, that is, only copies them.
 
     They are copied to the shard or, under gradient accumulation, to new memory, which `PendingReduce.wait` adds to the
     running sum. `collect` copies its gradient immediately, so that the gradient's memory can be freed before the
@@ -397,7 +402,7 @@ class _LocalReducer:
         self._open = None
 
     def _packing(self, shard: torch.Tensor, total: torch.Tensor | None) -> Packing:
-        """Return the object that copies gradients of the current backward to their places in one flat tensor.
+        """Return the `Packing` that copies the gradients of the current backward to their places in one flat tensor.
 
         The first call in a backward creates it.
 

@@ -103,8 +103,8 @@ class _Division(NamedTuple):
         gather: the communicator for all-gathers between the ranks that store different shards.
         reduce: the communicator of the same ranks for reductions of gradients.
         sums: the communicator of the same ranks for sums over all shards, such as gradient norms.
-        members: these ranks, as ranks of the world. If all of them are on one host, they are in the order of their
-            shards.
+        members: the ranks of the world that these communicators connect. If all of them are on one host, they are in
+            the order of their shards.
         rail: the communicator of the ranks that store the same shard as this rank, or None if each shard is stored by
             only one rank.
     """

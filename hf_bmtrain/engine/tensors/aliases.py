@@ -15,7 +15,7 @@ SET_DATA: Callable[[Any, Any], None] = getattr(torch.Tensor, "data").__set__  # 
 
 
 class Aliases:
-    """The aliases of one sharded tensor, which is their owner.
+    """Keeps track of the aliases of one sharded tensor, the owner.
 
     Aliases are other sharded tensors that share the owner's memory, such as `parameter.data`.
 
@@ -67,7 +67,7 @@ class Aliases:
         return True
 
     def rejoin(self, owned: torch.Tensor) -> None:
-        """Let the aliases share the owner's memory again, after `leave` has moved them to other memory.
+        """Make the aliases share the owner's memory again, after `leave` has moved them to other memory.
 
         Called when an alias is assigned to the owner's `.data` later: `old = p.data; p.data = new; p.data = old`. The
         caller has copied the values of `old` to the owner's memory before this call.

@@ -205,8 +205,8 @@ class ShardBase:
     def settle(self) -> None:
         """Make the current stream wait for any asynchronous operation that still writes this rank's elements.
 
-        `part` and torch's functions call it before they access this rank's elements, so that users need not. Here it
-        does nothing. `DistributedParameter` overrides it, because an optimizer step may write parameters
+        `part` and torch's functions call it before they access this rank's elements, so that users need not. In this
+        base class, it does nothing. `DistributedParameter` overrides it, because an optimizer step may write parameters
         asynchronously.
         """
 
@@ -430,7 +430,10 @@ class CopySource:
         return shares_storage(view, self._copy)
 
     def agree(self, name: str) -> None:
-        """Overwrite every rank's full copy with the first rank's, after random numbers were drawn into a view of it.
+        """Overwrite the full copy of the sharded tensor with the first rank's copy, on every rank.
+
+        Called after a random function has written to a view of the copy, because the ranks may have drawn different
+        numbers.
 
         Collective: every rank must call it.
 
@@ -588,9 +591,9 @@ class _Call:
     # -- functions of this rank's elements ------------------------------------------------------------------------
 
     def _local(self, first: Any) -> Any:
-        """Call the torch function `func` on this rank's elements of `first`, its first argument.
+        """Apply the torch function of this call to this rank's elements, and return a sharded tensor.
 
-        Returns a sharded tensor.
+        first: the function's first argument, a sharded tensor.
         """
         first.settle()
         with WithoutTorchFunction():
@@ -637,7 +640,7 @@ class _Call:
             return first
 
     def _element_wise(self) -> Any:
-        """Apply the function of this call, which is element-wise, to this rank's elements. Return a sharded tensor.
+        """Apply the element-wise function of this call to this rank's elements. Return a sharded tensor.
 
         An in-place function returns its first argument instead, which may be a plain tensor. If the operands cannot be
         combined element by element on this rank (see `_operand`), the function is applied to full tensors, which are
@@ -1069,7 +1072,7 @@ def _on_alike(func: Callable, name: str, args: tuple, kwargs: dict[str, Any]) ->
 
 
 def _same_dtype(value: Any, tensors: Sequence[torch.Tensor]) -> Any:
-    """Return the second operand of a function in _WITH_TENSOR, such as `torch._foreach_mul_`, in the tensors' dtype.
+    """Return the second operand of a function such as `torch._foreach_mul_` in the dtype of the tensors that it writes.
 
     For example, gradient clipping multiplies bfloat16 gradients by a float32 factor. On a GPU, torch would round the
     factor to bfloat16 anyway. If the factor has the tensors' dtype, one kernel multiplies many tensors. Otherwise,
@@ -1119,7 +1122,7 @@ def _on_meta(value: Any) -> Any:
 def _alias(tensor: Any, part: torch.Tensor, placement: Placement) -> ShardTensor:
     """Return a new ShardTensor with the elements `part` and the given placement, registered as an alias of `tensor`.
 
-    `part` is in the memory of the sharded tensor `tensor`. `Aliases` says what the registration is for.
+    `part` is in the memory of the sharded tensor `tensor`. The class `Aliases` explains why aliases are registered.
     """
     made = ShardTensor.of(part, placement)
     Aliases.note(tensor, made)

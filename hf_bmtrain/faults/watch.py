@@ -263,7 +263,7 @@ class Watch(Monitor):
             )  # fmt: skip
 
     def _look(self) -> str | None:
-        """Publish this rank's status, and read the status of other ranks. The thread calls this method once a second.
+        """Publish this rank's status, and read the other ranks' status. The monitor's thread calls this every second.
 
         Returns the reason why every rank must stop, or None if there is none.
         """
@@ -294,7 +294,7 @@ class Watch(Monitor):
         return self._of_all()
 
     def _of_one(self, other: int, theirs: Status) -> str | None:
-        """Return the problem with rank `other` that forces every rank to stop, such as an error, or None.
+        """Return a problem of rank `other` for which every rank must stop, such as an exception, or None.
 
         theirs: the status of rank `other`.
         """

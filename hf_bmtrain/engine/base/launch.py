@@ -136,7 +136,7 @@ class Variant:
         return Argument(words[-1], c_type, pointer, pointer and "const" not in words)
 
     def options(self, arch: int) -> tuple[str, ...]:
-        """Return the compiler's options for compute capability `arch` (90 is 9.0).
+        """Return the compiler's options for compute capability `arch` (90 means 9.0).
 
         Subnormals, division and square roots follow IEEE 754, so that results match torch's.
         """
@@ -148,7 +148,7 @@ class Variant:
         """Return a hash of everything on which the compiled code depends. The disk cache uses this hash as its key.
 
         Args:
-            arch: the compute capability; 90 is 9.0.
+            arch: the compute capability as an integer; 90 means 9.0.
             compiler: NVRTC's version, (major, minor).
         """
         content = repr((self.source, self.headers, self.options(arch), compiler))
@@ -160,7 +160,7 @@ def compile_cubin(variant: Variant, arch: int, options: Sequence[str] = ()) -> t
 
     Args:
         variant: the source file and its macros.
-        arch: the compute capability; 90 is 9.0.
+        arch: the compute capability as an integer; 90 means 9.0.
         options: options for the compiler in addition to those of the variant.
 
     Returns:
@@ -199,7 +199,7 @@ def supported_arch(capability: tuple[int, int], known: Sequence[int]) -> int:
 
     Args:
         capability: the GPU's compute capability, (major, minor).
-        known: the architectures for which the compiler can compile; 90 is compute capability 9.0.
+        known: the architectures for which the compiler can compile; 90 means compute capability 9.0.
 
     Raises:
         RuntimeError: there is no such architecture in `known`.
@@ -240,7 +240,7 @@ def cached_cubin(variant: Variant, arch: int) -> Path:
 
     Args:
         variant: the source file and its macros.
-        arch: the compute capability; 90 is 9.0.
+        arch: the compute capability as an integer; 90 means 9.0.
 
     Raises:
         RuntimeError: the source does not compile.

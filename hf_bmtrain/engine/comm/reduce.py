@@ -114,8 +114,9 @@ class Reducer(Protocol):
         Collective: every rank must call it.
 
         Args:
-            gradients: for each tensor of the layout, its full gradient, or None. It is added to the gradients that
-                `collect` has accepted for the tensor. A tensor that has got no gradient in either way counts as zero.
+            gradients: for each tensor of the layout, its full gradient, or None. A gradient is added to those that
+                `collect` has accepted for the same tensor. If there is no gradient at all for a tensor, it counts as
+                zero.
             shard: (n,), written with this rank's part of the mean. With a running sum, it is written with the new sum
                 instead, rounded to the shard's dtype.
             total: (n,) in float32 or wider, the running sum of gradient accumulation, to which this rank's part of the
@@ -236,14 +237,14 @@ class CollectingReducer:
 
     def __init__(self) -> None:
         self._collected: dict[int, torch.Tensor] = {}
-        self._summed: set[int] = set()  # the indices whose kept tensor is a sum
+        self._summed: set[int] = set()  # indices of the tensors whose kept gradient is a sum
 
     def collect(self, index: int, gradient: torch.Tensor, destination: Destination) -> None:
         kept = self._collected.get(index)
         if kept is None:
             self._collected[index] = gradient
         elif index in self._summed:
-            kept.add_(gradient)  # this object has allocated it
+            kept.add_(gradient)  # in place, because this object has allocated `kept`
         else:  # not in place: `kept` may share memory with another gradient, or be an expanded view of a smaller tensor
             self._collected[index] = kept + gradient
             self._summed.add(index)

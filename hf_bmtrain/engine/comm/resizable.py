@@ -33,7 +33,7 @@ class ResizableStorage:
         self.tensor = torch.empty(numel, dtype=dtype, device=device)
         self._storage = self.tensor.untyped_storage()
         self._nbytes = self._storage.nbytes()
-        # For debugging: the bytes to fill with 0xFF, which are NaN in float8_e4m3fn and in all wider floats.
+        # For debugging: the memory as bytes. Bytes of 0xFF are NaN in float8_e4m3fn and all wider floating-point types.
         self._poisoned = self.tensor.view(torch.uint8) if poison else None
         self.allocated = True
 

@@ -77,7 +77,7 @@ def macros(
     if master == torch.int16 and weight != torch.bfloat16:
         raise ValueError(
             f"float32 master weights can be stored as int16 residuals only for bfloat16 weights, but the dtype of the "
-            f"weights is {weight}. Pass float32 masters."
+            f"weights is {weight}. Pass float32 master weights."
         )
     return (
         ("COUPLED", "true" if coupled else "false"),
@@ -193,10 +193,10 @@ def adam_update(
 
 
 def _aligned_part(n: int, tensors: list[Tensor]) -> tuple[int, int]:
-    """Find the range of elements that a kernel can access in groups of 4, with all groups aligned in all tensors.
+    """Find the longest range of elements that a kernel can access in aligned groups of 4, in all of `tensors`.
 
-    Returns the index of the range's first element and the number of groups, which is 0 if there is no such range. A
-    group is aligned if its address is a multiple of its size.
+    Returns (index of the range's first element, number of groups). The number is 0 if there is no such range. A group
+    is aligned if its address in the tensor is a multiple of its size in bytes.
 
     n: the number of elements of each tensor.
     """

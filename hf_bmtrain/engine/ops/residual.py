@@ -122,9 +122,9 @@ class Master:
 
         * A float16 weight: the master is set to the weight.
         * A bfloat16 weight: the master keeps its distance from the weight, that is, new master = new weight + (old
-          master - old weight). In this formula, each value means the bits of the float32 number, read as an integer.
-          The old weight was overwritten, but it is the old master rounded to bfloat16. If the new master would not
-          round to the new weight, it is set to the new weight.
+          master - old weight). This is computed with the bits of the float32 numbers, read as integers. The old weight
+          was overwritten, but is known: it is the old master rounded to bfloat16. If the new master would not round to
+          the new weight, it is set to the new weight.
 
         This does nothing if the master weights are stored as residuals, which are relative to the present weights, or
         if the weights are float32 and need no master weights.

@@ -335,7 +335,7 @@ class ShardTensor(ShardBase, torch.Tensor):
         old = self.as_subclass(torch.Tensor).detach()
         new = old.clone()
         SET_DATA(self, new)
-        self.segment = None  # the norms of `segment` are those of the flat buffer's memory
+        self.segment = None  # it would return norms of the flat buffer, which this tensor has left
         if self.aliases is not None:
             self.aliases.move(old, new)
 
@@ -607,7 +607,8 @@ class _Call:
     def _view(self, first: Any) -> Any:
         """Apply a function such as `view` to the sharded tensor `first`.
 
-        Returns a sharded tensor that shares the memory of `first`. Its full shape is the one that the function gives.
+        Returns a sharded tensor that shares the memory of `first`. Its full shape is the shape of the function's result
+        for the full tensor.
         """
         with WithoutTorchFunction():
             shape = self.func(*replace_tensors(_on_meta, self.args), **replace_tensors(_on_meta, self.kwargs)).shape
@@ -625,7 +626,7 @@ class _Call:
         """
         with WithoutTorchFunction():
             if self.in_place and self.full and first.requires_grad:
-                return self.func(*self.args, **self.kwargs)  # torch raises its error for in-place writes to leaves
+                return self.func(*self.args, **self.kwargs)  # torch raises its usual error for writes to leaves
             full = torch.empty(first.full_shape, dtype=first.dtype, device=first.device)
             full = self.func(full, *self.args[1:], **self.kwargs)
             if _hosts_store_copies():
@@ -661,9 +662,9 @@ class _Call:
             if self.in_place:
                 return self._write(written, args, kwargs)
             result = self.func(*args, **kwargs)
-            if result is NotImplemented:  # by `==` with an object that is not a number
+            if result is NotImplemented:  # `==` returns it for an object that is not a number
                 return result
-            if not isinstance(result, torch.Tensor):  # `where(condition)` returns indices
+            if not isinstance(result, torch.Tensor):  # for example of `where(condition)`, which returns indices
                 return self._on_full()
             if any(result is each for each in self.slices):  # `contiguous`, for example, may return its argument
                 return result
@@ -1146,7 +1147,7 @@ def _operand(value: torch.Tensor, like: Any) -> torch.Tensor | None:
     if value.numel() == 1:
         if value.dim() < 2:
             return value
-        return value.reshape(1) if value.dim() <= len(shape) else None  # None: the result has more dimensions
+        return value.reshape(1) if value.dim() <= len(shape) else None  # None, because the result has more dimensions
     try:
         result = torch.broadcast_shapes(value.shape, shape)
     except RuntimeError:

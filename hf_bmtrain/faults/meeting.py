@@ -46,7 +46,7 @@ def hang_seconds() -> float:
         seconds = float(given)
     except ValueError:
         seconds = 0.0
-    if not seconds > 0:  # nan too
+    if not seconds > 0:  # also true for nan
         raise ValueError(
             f"HF_BMTRAIN_HANG_SECONDS must be a number of seconds, got {given!r}. Set it to a number above 0, or "
             "unset it"

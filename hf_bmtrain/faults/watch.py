@@ -82,7 +82,8 @@ class Watch(Monitor):
         # (own, theirs): how many operations this rank and the next rank, (rank + 1) % size, had issued on each
         # communicator when `_crossed` was last called.
         self._seen: tuple[list[int], list[int]] = [], []
-        self._own_counts: list[int] = []  # this rank's counts of operations, as in `_seen`, at the last `_observe`
+        # How many operations this rank had issued on each communicator when `_observe` was last called.
+        self._own_counts: list[int] = []
         self._program = threading.get_ident()  # the thread that trains, which need not be the main one
         self._thread = threading.Thread(target=self._run, name="hf_bmtrain watch", daemon=True)
 
@@ -405,7 +406,7 @@ class Watch(Monitor):
     def _is_told(self, seconds: float) -> bool:
         """Wait at most `seconds` until this rank's program raises the error with which every rank must stop.
 
-        Returns whether it does. Also returns True if the program ends, or calls `stop`.
+        Returns True if the program raises it, ends, or calls `stop` in this time, and otherwise False.
         """
         end = time.monotonic() + seconds
         while time.monotonic() < end:

@@ -146,7 +146,7 @@ class Reduction(Protocol):
     def mapped_bytes(self) -> int:
         """The number of bytes that this reduction has allocated outside torch's allocator.
 
-        Code that reports or predicts memory adds them, because torch's memory statistics do not count them.
+        Code that reports or predicts memory use adds this number, because torch's memory statistics do not include it.
         """
         return 0
 
@@ -371,8 +371,8 @@ class LocalReduction(Reduction):
 class _LocalReducer:
     """Averages the gradients of one flat buffer over a single rank, that is, only copies them.
 
-    They are copied to the shard or, under gradient accumulation, to new memory, which `PendingReduce.wait` adds to the
-    running sum. `collect` copies its gradient immediately, so that the gradient's memory can be freed before the
+    Gradients are copied to the shard or, under gradient accumulation, to new memory, which `PendingReduce.wait` adds to
+    the running sum. `collect` copies its gradient immediately, so that the gradient's memory can be freed before the
     backward ends.
     """
 

@@ -226,7 +226,8 @@ def _open_all(
     opened: list[Communicator],
     monitor: Monitor,
 ) -> Backend:
-    """Start the monitor and open the communicators. The arguments and the result are those of `open_backend`.
+    """Start the monitor and open the communicators. The result, and arguments not listed here, are as in
+    `open_backend`.
 
     Collective: every rank must call it.
 

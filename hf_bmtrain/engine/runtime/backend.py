@@ -226,8 +226,9 @@ def _open_all(
     opened: list[Communicator],
     monitor: Monitor,
 ) -> Backend:
-    """Start the monitor and open the communicators. The result, and arguments not listed here, are as in
-    `open_backend`.
+    """Start the monitor and open the communicators.
+
+    The result, and the arguments that are not listed here, are as in `open_backend`.
 
     Collective: every rank must call it.
 

@@ -30,7 +30,7 @@ __device__ __forceinline__ void average(const Record& r, float g, float p, float
 
 // `join` restores a master from its weight, its 16-bit residual and v; `split` does the reverse. There are 65537
 // possible residuals, -32768 to 32768. A residual of 32768 (of a master halfway between two weights that was rounded
-// down) does not fit into 16 bits. It is stored as -32768, with the sign bit of v set. If the restored master does not
+// down) does not fit in 16 bits. It is stored as -32768, with the sign bit of v set. If the restored master does not
 // round to the weight, the weight was changed after `split`, and becomes the new master.
 __device__ __forceinline__ float join(bf16 weight, short residual, float& v) {
     unsigned bits = __float_as_uint(v), tie = bits >> 31;

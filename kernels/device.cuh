@@ -150,12 +150,12 @@ __device__ __forceinline__ float exp2_approx(float x) {  // 2^x with an error of
     asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
     return y;
 }
-__device__ __forceinline__ float sqrt_approx(float x) {  // to 2^-23; 0 for x below 2^-126
+__device__ __forceinline__ float sqrt_approx(float x) {  // relative error 2^-23; 0 for x below 2^-126
     float y;
     asm("sqrt.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
     return y;
 }
-__device__ __forceinline__ float reciprocal_approx(float x) {  // to 1 ulp; inf for x below 2^-126, 0 above 2^126
+__device__ __forceinline__ float reciprocal_approx(float x) {  // error 1 ulp; inf for x below 2^-126, 0 above 2^126
     float y;
     asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
     return y;

@@ -1,6 +1,6 @@
 // The mean over ranks of this rank's part of a gradient. The other ranks have written their values into rows of this
-// GPU's memory; this rank's own values are read where autograd left them. Values are added in float32 in the order of
-// ranks, divided once and rounded once, so the result has the same bits in every run.
+// GPU's memory; this rank's own values are read directly from autograd's gradient. Values are added in float32 in the
+// order of ranks, divided once and rounded once, so the result has the same bits in every run.
 //
 // Every row is read once and the mean is written once. A running sum of accumulated gradients is read and written too.
 // The kernel also returns the sum of squares of the written elements, for the gradient norm and to find inf and NaN.

@@ -102,8 +102,8 @@ class OwnGradients(Observer):
     def has_seen(self) -> bool:
         """Whether this rank checked any of its gradients in the last step.
 
-        If False, `found` returns {}, which then does not mean that the gradients were finite. It is False until the
-        first step after the creation of this object has ended. It becomes False again with the 17th call of `end`,
+        If False, `found` returns {}, which then does not mean that the gradients were finite. The value is False until
+        the first step after the creation of this object has ended. It becomes False again with the 17th call of `end`,
         which ends the checks because none of the 16 steps was skipped.
         """
         return bool(self._last)

@@ -26,8 +26,8 @@ _FAREWELL_SECONDS = 5.0
 """Maximum time in seconds that rank 0 waits until the other ranks have read the list of missing ranks. The list is in
 torch's TCPStore, whose server may run in the process of rank 0, which is about to end."""
 REPEAT_SECONDS = 30.0
-"""Seconds of waiting for a rank before the second warning about it. In `Watch`, it is twice HF_BMTRAIN_HANG_SECONDS if
-that is longer."""
+"""The number of seconds for which a rank is waited for before the second warning about it. `Watch` uses twice
+HF_BMTRAIN_HANG_SECONDS instead if that is longer."""
 _MET = "met"
 _CAUSES = (
     "raised an exception or exited earlier (its own log says why), hangs, was not started, or was given another address"
@@ -46,7 +46,7 @@ def hang_seconds() -> float:
         seconds = float(given)
     except ValueError:
         seconds = 0.0
-    if not seconds > 0:  # nan too
+    if not seconds > 0:  # also true for nan
         raise ValueError(
             f"HF_BMTRAIN_HANG_SECONDS must be a number of seconds, got {given!r}. Set it to a number above 0, or "
             "unset it"

@@ -168,7 +168,7 @@ def _report_exceptions(watch: Watch, rank: int) -> Callable[[], None]:
         if first is not None and first[1].interrupted:
             problem = f"rank {first[0]} {first[1].ended}."
         raised = traceback.format_exception_only(kind, error)[0].strip()
-        if isinstance(error, SyntaxError):  # for which the first line is the place, not the error
+        if isinstance(error, SyntaxError):  # its first formatted line is the place, not the error
             raised = f"{kind.__name__}: {error}"
         summary = problem or raised
         watch.end(f"raised {summary}{at}" if problem is None else f"ended{at}: {summary}")
@@ -256,7 +256,7 @@ class Exits:
 
     def _noted(self, leave: Callable[[Any], Any], name: str) -> Callable[..., Any]:
         @functools.wraps(leave)
-        def noted(code: Any = None) -> None:  # `exit` and `quit` accept it as `code`
+        def noted(code: Any = None) -> None:  # so named because `exit` and `quit` accept the keyword code=
             # Do not record sys.exit in a forked child or in another thread, because it does not end this rank.
             if os.getpid() == self._pid and threading.current_thread() is threading.main_thread():
                 shown = "" if code is None else f"{code!r:.60}"

@@ -1,5 +1,4 @@
-"""The status that a rank reports to other ranks: the current line of its program, what it waits for, and how it
-ended."""
+"""The status that a rank reports to the other ranks: its line in the program, what it waits for, and how it ended."""
 
 from __future__ import annotations
 

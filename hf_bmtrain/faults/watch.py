@@ -82,7 +82,8 @@ class Watch(Monitor):
         # (own, theirs): how many operations this rank and the next rank, (rank + 1) % size, had issued on each
         # communicator when `_crossed` was last called.
         self._seen: tuple[list[int], list[int]] = [], []
-        self._own_counts: list[int] = []  # this rank's counts of operations, as in `_seen`, at the last `_observe`
+        # How many operations this rank had issued on each communicator when `_observe` was last called.
+        self._own_counts: list[int] = []
         self._program = threading.get_ident()  # the thread that trains, which need not be the main one
         self._thread = threading.Thread(target=self._run, name="hf_bmtrain watch", daemon=True)
 
@@ -263,7 +264,7 @@ class Watch(Monitor):
             )  # fmt: skip
 
     def _look(self) -> str | None:
-        """Publish this rank's status, and read the status of other ranks. The thread calls this method once a second.
+        """Publish this rank's status, and read the other ranks' status. The monitor's thread calls this every second.
 
         Returns the reason why every rank must stop, or None if there is none.
         """
@@ -294,7 +295,7 @@ class Watch(Monitor):
         return self._of_all()
 
     def _of_one(self, other: int, theirs: Status) -> str | None:
-        """Return the problem with rank `other` that forces every rank to stop, such as an error, or None.
+        """Return a problem of rank `other` for which every rank must stop, such as an exception, or None.
 
         theirs: the status of rank `other`.
         """
@@ -405,7 +406,7 @@ class Watch(Monitor):
     def _is_told(self, seconds: float) -> bool:
         """Wait at most `seconds` until this rank's program raises the error with which every rank must stop.
 
-        Returns whether it does. Also returns True if the program ends, or calls `stop`.
+        Returns True if the program raises it, ends, or calls `stop` in this time, and otherwise False.
         """
         end = time.monotonic() + seconds
         while time.monotonic() < end:
@@ -638,13 +639,13 @@ class Watch(Monitor):
     def _describe(self, entry: int, other: int | None = None) -> str:
         """Return a description of an operation, for messages.
 
-        entry: the number that stands for the operation in a collective log, the list of a rank's operations.
+        entry: the number that encodes the operation in a collective log (the list of a rank's operations).
         other: the rank whose log contains the entry, or None for this rank.
         """
         occasions = dict(self._control.occasions)
         end = time.monotonic() + 2.5 * SECONDS
-        # For an exchange of objects or a decision, `entry` contains only a number that stands for a description. If
-        # this rank does not know the description, wait up to 2.5 seconds until the other rank publishes it.
+        # For an exchange of objects or a decision, `entry` contains only a hash of the description. If this rank does
+        # not know the description, wait up to 2.5 seconds until the other rank publishes it.
         while True:
             status = None if other is None else self._read(other)
             if status is not None:

@@ -1,6 +1,6 @@
-"""Utilities that concern only one process and its device. Every other folder may import them.
+"""Utilities for one process and its device. All other folders of the package may import them.
 
-They compile and launch CUDA sources, allocate page-locked memory, check arguments, write files atomically, and compute
-checksums. `torch_internals` collects the private names of torch that the package uses. Nothing here depends on ranks or
-on sharded parameters and modules.
+The utilities compile CUDA sources and launch kernels, allocate page-locked memory, check arguments, write files
+atomically, and compute checksums. `torch_internals` contains the private names of torch that the package uses. Nothing
+in this folder depends on ranks, or on sharded parameters and modules.
 """

@@ -105,7 +105,7 @@ def expect_flag(name: str, value: Any) -> None:
 def expect_number(
     name: str, value: Any, wanted: str, holds: Callable[[Any], Any] = lambda number: True, integer: bool = False
 ) -> Any:
-    """Check an argument that must be a number, and return it as an int or float of Python.
+    """Check an argument that must be a number, and return it as a Python int or float.
 
     Raises TypeError unless `value` is a real number, and ValueError if it is not in the allowed range. A bool does not
     count as a number. If `integer` is True, a number whose type is not an integer type also raises TypeError: 3 and
@@ -120,8 +120,8 @@ def expect_number(
         integer: whether the type of the number must be an integer type.
 
     Returns:
-        The number as an int, if its type is an integer type, and otherwise as a float. Keep this result, and not
-        `value`: json, `torch.load`, `random` and `datetime` refuse the numbers of NumPy.
+        The number as an int if its type is an integer type, and otherwise as a float. Use this result instead of
+        `value`: json, `torch.load`, `random` and `datetime` do not accept NumPy numbers.
     """
     if not isinstance(value, numbers.Integral if integer else numbers.Real) or isinstance(value, bool):
         raise TypeError(f"{name} must be {'an integer' if integer else 'a number'}, {wanted}, got {_show(value)}")
@@ -133,7 +133,7 @@ def expect_number(
 def _show(value: Any) -> str:
     """Describe a value of the wrong type, for an error.
 
-    For a tensor, only the shape is shown, because reading its elements would wait for the device.
+    For a tensor, the description contains only its class and shape. Reading its elements would wait for the device.
     """
     if value is None or isinstance(value, bool):
         return repr(value)

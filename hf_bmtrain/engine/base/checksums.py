@@ -66,7 +66,7 @@ def find_differences(saved: Any, state: Mapping[Any, Any]) -> str | None:
 
 def _crc(value: Any) -> int:
     crc = _Crc()
-    with WithoutTorchFunction():  # here, a sharded tensor acts as a plain tensor of this rank's elements
+    with WithoutTorchFunction():  # in this context, a sharded tensor acts as a plain tensor of this rank's elements
         crc.add(value)
     return crc.value
 

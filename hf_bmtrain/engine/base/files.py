@@ -83,12 +83,12 @@ def flush_name(path: Path) -> bool:
 
 
 def delete_abandoned(path: Path) -> None:
-    """Delete the temporary folders of `path` that killed processes have left beside it.
+    """Delete the temporary folders of processes that were killed while they wrote the file or folder `path`.
 
-    To write a file or folder at `path`, a process first writes it into a temporary folder beside `path`, whose name is
-    that of `path` with a random ending and `.tmp`. Then it renames the result to `path`, and deletes the temporary
-    folder. A process that is killed before then leaves the temporary folder. A temporary folder is not deleted if its
-    process still runs, or if this is unknown because the file system does not support locks.
+    To write `path`, a process first writes into a temporary folder next to `path`. The folder has the name of `path`,
+    with a random ending and `.tmp`. Then the process renames the result to `path`, and deletes the temporary folder. If
+    it is killed before that, the temporary folder remains. A temporary folder is not deleted if its process still runs,
+    or if this is unknown because the file system does not support locks.
 
     Args:
         path: the file or folder that was to be written. It need not exist, and it is not deleted.
@@ -100,9 +100,9 @@ def delete_abandoned(path: Path) -> None:
 
 @contextmanager
 def _temporary_folder(path: Path) -> Iterator[Path]:
-    """Yield a new folder beside `path` with a random name that ends in `.tmp`, and delete it on exit.
+    """Yield a new folder next to `path`, with a random name that ends in `.tmp`, and delete the folder on exit.
 
-    First, temporary folders of `path` that killed processes have left are deleted.
+    First, delete the temporary folders of processes that were killed while they wrote `path`.
 
     As long as the folder is in use, this process holds a lock on the file `lock` in it. If another process can lock
     that file, this process was killed, and the folder can be deleted.

@@ -5,7 +5,8 @@
     launch(grid, block, x, n, partials)                        # arguments are checked against the source's signature
 
 NVRTC, CUDA's run-time compiler, compiles a variant to a cubin (machine code for one GPU architecture). The cubin is
-cached on disk under a hash of all inputs. While one process of a host compiles it, a file lock makes the others wait.
+cached on disk under a hash of all inputs. While one process of a host compiles a variant, a file lock makes the host's
+other processes wait.
 """
 
 import fcntl
@@ -40,7 +41,7 @@ _SCALARS = {
     "float": ((float, *_INTEGERS, numpy.floating), numpy.float32),
 }  # fmt: skip
 C_NAMES = {torch.float32: "float", torch.float16: "fp16", torch.bfloat16: "bf16"}
-"""{dtype of weights and gradients that the kernels support: its name in the CUDA sources}."""
+"""The dtypes of weights and gradients that the kernels support, each with its name in the CUDA sources."""
 
 
 def source_folder() -> Path:
@@ -135,7 +136,7 @@ class Variant:
         return Argument(words[-1], c_type, pointer, pointer and "const" not in words)
 
     def options(self, arch: int) -> tuple[str, ...]:
-        """Return the compiler's options for compute capability `arch` (90 is 9.0).
+        """Return the compiler's options for compute capability `arch` (90 means 9.0).
 
         Subnormals, division and square roots follow IEEE 754, so that results match torch's.
         """
@@ -147,7 +148,7 @@ class Variant:
         """Return a hash of everything on which the compiled code depends. The disk cache uses this hash as its key.
 
         Args:
-            arch: the compute capability; 90 is 9.0.
+            arch: the compute capability as an integer; 90 means 9.0.
             compiler: NVRTC's version, (major, minor).
         """
         content = repr((self.source, self.headers, self.options(arch), compiler))
@@ -159,7 +160,7 @@ def compile_cubin(variant: Variant, arch: int, options: Sequence[str] = ()) -> t
 
     Args:
         variant: the source file and its macros.
-        arch: the compute capability; 90 is 9.0.
+        arch: the compute capability as an integer; 90 means 9.0.
         options: options for the compiler in addition to those of the variant.
 
     Returns:
@@ -193,11 +194,12 @@ def compile_cubin(variant: Variant, arch: int, options: Sequence[str] = ()) -> t
 def supported_arch(capability: tuple[int, int], known: Sequence[int]) -> int:
     """Return the newest architecture in `known` whose compiled kernels run on a GPU of compute capability `capability`.
 
-    Compiled kernels run on GPUs with the same major and the same or a higher minor version.
+    A kernel that was compiled for one compute capability runs on GPUs whose compute capability has the same major
+    version, and the same or a higher minor version.
 
     Args:
         capability: the GPU's compute capability, (major, minor).
-        known: the architectures for which the compiler can compile; 90 is compute capability 9.0.
+        known: the architectures for which the compiler can compile; 90 means compute capability 9.0.
 
     Raises:
         RuntimeError: there is no such architecture in `known`.
@@ -215,7 +217,7 @@ def supported_arch(capability: tuple[int, int], known: Sequence[int]) -> int:
 
 @cache
 def shared_memory_limit(device: torch.device) -> int:
-    """Return the bytes of shared memory that one thread block can use on a CUDA device."""
+    """Return the maximum number of bytes of shared memory that a thread block can use on a CUDA device."""
     runtime = import_cupy().cuda.runtime
     return runtime.deviceGetAttribute(runtime.cudaDevAttrMaxSharedMemoryPerBlockOptin, device.index)
 
@@ -238,7 +240,7 @@ def cached_cubin(variant: Variant, arch: int) -> Path:
 
     Args:
         variant: the source file and its macros.
-        arch: the compute capability; 90 is 9.0.
+        arch: the compute capability as an integer; 90 means 9.0.
 
     Raises:
         RuntimeError: the source does not compile.
@@ -315,7 +317,7 @@ def pack(name: str, signature: Sequence[Argument], values: Sequence[Any], device
 
 
 def _wrong(name: str, argument: Argument, value: Any, device: torch.device) -> Exception:
-    """Return the error to raise for the kernel argument `value`, which has a wrong type, dtype or device.
+    """Return the exception to raise because `value`, an argument of a kernel, has a wrong type, dtype or device.
 
     name: the kernel's name.
     argument: the kernel's parameter for which `value` was passed.

@@ -33,7 +33,8 @@ def pinned_bytes(nbytes: int, device: torch.device, purpose: str, instead: str =
         nbytes: the number of bytes.
         device: the device that will read and write the memory; "meta" allocates a meta tensor.
         purpose: what the memory is for, such as "the optimizer state", for the error.
-        instead: what the user can do so that less of this memory, or none, is needed, for the error. Empty if nothing.
+        instead: for the error: what the user can do to need less of this memory, as a phrase that follows "or". Empty
+            if there is no such advice.
 
     Returns:
         A uint8 tensor (nbytes,). The memory is unlocked and freed when the last view of it is freed.
@@ -85,7 +86,8 @@ def _unlock(memory: mmap.mmap, pointer: int, device: torch.device) -> None:
 def available_bytes() -> int:
     """Return how many bytes of host memory this process can still allocate.
 
-    This is the host's available memory or, if less, what remains of the memory limit of the container (control group).
+    This is the host's available memory. If the process runs in a container (control group) with a memory limit, the
+    result is at most the part of the limit that is not in use.
     """
     free = _fields(Path("/proc/meminfo"))["MemAvailable:"] * 1024
     for limit, usage, cached in CONTROL_GROUPS:

@@ -50,8 +50,9 @@ current_graph_task: Callable[[], int] = _C._current_graph_task_id
 public equivalent."""
 
 next_node: Callable[[], int] = _C._autograd._get_sequence_nr
-"""Return the number that the next node of this thread's autograd graph gets (`Node._sequence_nr`). Numbers increase, so
-they show whether a tensor was computed after some moment. There is no public equivalent."""
+"""Return the sequence number that the next autograd node created in this thread will get (`Node._sequence_nr`). Each
+node gets a higher number than the one before. So the numbers tell whether a tensor was computed before or after a call
+of this function. There is no public equivalent."""
 
 call_after_backward: Callable[[Callable[[], None]], None] = _engine.queue_callback
 """Register a function to be called when the running backward ends. There is no public equivalent: public hooks run for
@@ -59,7 +60,8 @@ one tensor or one graph node."""
 
 top_saved_tensors_hooks: Any = getattr(_C._autograd, "_top_saved_tensors_default_hooks", None)
 """`top_saved_tensors_hooks(also_under_tracing)` returns the innermost active (pack, unpack) hooks, or None. The public
-context manager sets hooks but cannot return them. Torch 2.6 has no such function, and this name is None there."""
+`torch.autograd.graph.saved_tensors_hooks` can set these hooks, but not return them. Torch 2.6 has no such function, and
+this name is None there."""
 
 
 def inside_hooks() -> bool:
@@ -139,7 +141,7 @@ exports this class at its top level, but does not document it. `torch.overrides`
 
 FOREACH_TYPES: tuple[list[type], ...] = (_optimizer_types, _clipping_types)
 """The exact tensor types for which torch's optimizers and gradient clipping use `_foreach_` functions. The package
-appends its own classes, as DTensor does."""
+appends its own tensor classes to these lists, as torch does with DTensor."""
 
 StorageWeakRef = StorageWeakRef
 """A weak reference to a storage, hashed and compared by the storage's address. `weakref.ref` would refer to the
@@ -150,8 +152,8 @@ pytree = pytree
 
 TorchDispatchMode = TorchDispatchMode
 """The base class of a context that intercepts every operation below autograd. It is documented only for extensions of
-torch itself. The package uses it to track tensors' memory when it predicts memory, and to find the calls of
-attention."""
+torch itself. The package uses it to track the memory of tensors when it predicts memory use, and to find calls of
+attention functions."""
 
 
 def detach_in_mode(tensor: torch.Tensor) -> torch.Tensor:
@@ -198,10 +200,10 @@ def compile_reason(error: Exception) -> str:
 
 
 def mode_options(mode: str) -> dict[str, Any]:
-    """Return the options that a mode of torch.compile stands for, such as {"triton.cudagraphs": True}.
+    """Return the compiler options that torch.compile sets for its argument `mode`, such as {"triton.cudagraphs": True}.
 
-    torch documents `torch._inductor.list_mode_options`, but importing it takes a second, so it is imported only when
-    this function is called.
+    They come from `torch._inductor.list_mode_options`, which torch documents. It is imported only when this function is
+    called, because the import takes a second.
     """
     from torch._inductor import list_mode_options
 
@@ -244,10 +246,11 @@ scaled_mm: Callable[..., torch.Tensor] = torch._scaled_mm
 
 
 def has_wide_products(device: torch.device) -> bool:
-    """Return whether a product of 16-bit matrices on `device` can be computed as float32, without rounding to 16 bits.
+    """Return whether the product of 16-bit matrices on `device` can be returned in float32, not rounded to 16 bits.
 
     On a CUDA device, this requires torch 2.8 or later, for the argument `out_dtype`, and compute capability 8.0 or
-    higher. The result is True for all other devices, where the matrices are converted to float32 before the product.
+    higher. On all other devices, the result is True, because the matrices are converted to float32 before they are
+    multiplied.
     """
     if device.type != "cuda":
         return True
@@ -278,13 +281,14 @@ def has_load_hooks(optimizer: torch.optim.Optimizer) -> bool:
 
 @contextlib.contextmanager
 def load_hooks(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """Context manager that runs an optimizer's hooks of `load_state_dict` before and after the code inside it.
+    """Context manager that runs an optimizer's `load_state_dict` hooks: the pre-hooks on entry, the post-hooks on exit.
 
-    Inside, torch's `load_state_dict` does not run them. So a class can give torch only a part of the state, and its
-    hooks still get the complete state.
+    Inside the context, torch's `load_state_dict` runs no hooks. So a subclass of Optimizer can pass only a part of the
+    state to torch's method, although its pre-hooks have got the complete state.
 
     optimizer: the optimizer.
-    state_dict: the complete state. The value of the context manager is a copy of this dict, or what a hook returned.
+    state_dict: the complete state. The context manager yields a copy of this dict, or what a pre-hook has returned
+        instead.
     """
     before, after = optimizer._optimizer_load_state_dict_pre_hooks, optimizer._optimizer_load_state_dict_post_hooks
     state_dict = state_dict.copy()  # as in torch, hooks may add or remove entries
@@ -316,8 +320,8 @@ amp_update_scale_ = torch._amp_update_scale_
 no arguments for a minimum and a maximum of the scale."""
 
 amp_found_inf_and_unscale_ = torch._amp_foreach_non_finite_check_and_unscale_
-"""The operation by which `torch.amp.GradScaler` unscales gradients and looks for inf and NaN. The package's class of
-sharded gradients overrides it.
+"""The operation with which `torch.amp.GradScaler` unscales gradients and looks for inf and NaN. For sharded gradients,
+the package replaces it by an operation that looks on all ranks.
 """
 
 # -- processes ------------------------------------------------------------------------------------------------------

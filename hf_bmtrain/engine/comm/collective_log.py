@@ -28,7 +28,8 @@ WORDS = 1 + _RING
 """The size of a log in words of 8 bytes: one for the number of entries, the others for a ring buffer of digests. Each
 digest is a hash of all entries up to one position. Digests are stored instead of the entries themselves."""
 UNKNOWN = "an exchange between the ranks"
-"""The text that messages show for an exchange or a decision if its own description is not known on this rank."""
+"""The text that messages show in place of the description of an exchange or a decision, if this rank does not know the
+description."""
 _OF_ELEMENTS = ("all-gather", "reduce-scatter", "all-reduce", "broadcast")
 _OF_PARTS = ("all-to-all",)
 """Collectives whose number of elements may differ between ranks. Their log entries therefore contain no number of
@@ -51,7 +52,7 @@ _FLOAT, _BITS = struct.Struct("f").pack, struct.Struct("I").unpack
 
 
 def code(kind: str, number: int) -> int:
-    """Return the entry, a number, that stands for an operation in a rank's log of collectives.
+    """Encode an operation as a number, for the log of the operations that this rank has issued.
 
     Args:
         kind: the kind of the operation, one of `_KINDS` except those in `_OF_VALUES` (for these, use `value_code`).
@@ -72,13 +73,13 @@ def code(kind: str, number: int) -> int:
 
 
 def value_code(kind: str, value: float) -> int:
-    """Return the entry, a number, that stands for a value in a rank's log of collectives.
+    """Encode a value, such as a learning rate, as a number, for the log of the operations that this rank has issued.
 
-    Ranks compare their logs, so this is used for values that must be equal on all ranks, such as a learning rate.
+    Ranks compare their logs. So this is used for values that must be equal on all ranks.
 
     Args:
         kind: the use of the value, one of `_OF_VALUES`, such as "step with learning rate".
-        value: any number. The entry contains this number rounded to float32, or an infinity if its magnitude is too
+        value: any number. The result contains this number rounded to float32, or an infinity if its magnitude is too
             large for float32.
     """
     try:
@@ -89,9 +90,10 @@ def value_code(kind: str, value: float) -> int:
 
 
 def option_kind(option: str) -> str:
-    """Return the argument `kind` of `value_code` for an option of an optimizer. For "lr": "step with learning rate".
+    """Return the kind of log entry for an optimizer's option: for "lr", for example, "step with learning rate".
 
-    `value_code` turns the option's value into a log entry, which the ranks compare.
+    Pass the result as `kind` to `value_code`, which encodes the option's value for the collective log (the list of
+    operations that ranks compare).
 
     option: the key in the optimizer's parameter groups, such as "lr" or "weight_decay".
     """
@@ -103,13 +105,13 @@ def describe(entry: int, names: Mapping[int, str], occasions: Mapping[int, str])
     """Describe an entry of the collective log for messages, such as "all-gather of 1024 elements".
 
     Args:
-        entry: a number that stands for an operation, from `code` or `value_code`.
+        entry: the number that encodes the operation, from `code` or `value_code`.
         names: {number of a flat buffer: its name}. An entry contains only the number.
         occasions: {hash: text} for exchanges and decisions. An entry contains only the hash of the text that describes
             the exchange or decision. If the hash is not in `occasions`, the result is UNKNOWN.
     """
-    # Undo `code`, which combines a number and the position of a kind. In an entry from `value_code`, the number is the
-    # bit pattern of a float32 value.
+    # Separate the number and the position of the kind, which `code` has combined. In an entry from `value_code`, the
+    # number is the bit pattern of a float32 value.
     number, position = divmod(entry, len(_KINDS))
     kind = _KINDS[position]
     if kind in _OF_ELEMENTS:
@@ -149,7 +151,7 @@ class Excerpt(NamedTuple):
 class Difference(NamedTuple):
     """The result of `CollectiveLog.compare` if the collective logs of two ranks differ.
 
-    A collective log lists the operations that a rank has issued. Each entry is a number that stands for an operation.
+    A collective log lists the operations that a rank has issued. Each entry is a number that encodes an operation.
     `compare` looks only at recent positions in the logs. At each, it compares hashes of all entries up to this
     position. So it also notices a difference before the recent positions, but cannot tell where it is.
 
@@ -186,8 +188,8 @@ class CollectiveLog:
         digest: a hash of all entries, 48 bits.
         problem: None, or the reason why this rank must stop, such as a difference from another rank. Once it is set,
             operations raise RuntimeError with this message.
-        told: whether the RuntimeError with the message `problem` has been raised. If it is not raised in time, the
-            monitor (the thread that watches the other ranks) ends the process.
+        told: whether this rank's program has raised the RuntimeError with the message `problem`. If the program does
+            not raise it in time, the monitor (the thread that watches the other ranks) ends the process.
         explain: a function that `note` calls if it finds that another rank's log differs. It takes this log, the other
             rank, and the excerpt of that rank's log. It returns a message, which becomes `problem`. It returns None if
             the excerpt shows no difference, or if the other rank is not in `ranks`; no error is raised then. The
@@ -228,7 +230,7 @@ class CollectiveLog:
         If an error is raised, do not start the operation.
 
         Args:
-            entry: the number that stands for the operation, from `code` or `value_code`.
+            entry: the number that encodes the operation, from `code` or `value_code`.
 
         Raises:
             RuntimeError: `problem`, the reason why this rank must stop, was set before this call.
@@ -298,7 +300,7 @@ class CollectiveLog:
         return None
 
     def entry(self, number: int) -> int | None:
-        """Return one entry of this log (the number that stands for an operation), to name the operation in messages.
+        """Return one entry of this log, a number that encodes an operation. `describe` turns the entry into words.
 
         Args:
             number: the position of the entry, counted from 1.
@@ -331,7 +333,7 @@ def _excerpt(memory: Any) -> Excerpt:
 def _entries(digests: list[int]) -> list[int]:
     """Return the n entries of a collective log that lie between n + 1 successive digests.
 
-    An entry is a number that stands for an operation. A digest covers all entries up to a position: it is the previous
+    An entry is a number that encodes an operation. A digest covers all entries up to a position: it is the previous
     digest times `_FACTOR`, plus the entry, modulo a power of two. So each entry can be computed from the digests before
     and after it.
 

@@ -124,8 +124,8 @@ class Communicator(Protocol):
 
         Args:
             abort: False if every rank has called all operations, so that they can complete. True after a failure:
-                operations that still wait for other ranks are then abandoned. With gloo, they get one more second to
-                end. To abort the NCCL communicators of a GPU, call `nccl.abort_all` with all of them instead, because
+                operations that still wait for other ranks are then aborted. With gloo, they get one more second to end.
+                To abort the NCCL communicators of a GPU, call `nccl.abort_all` with all of them instead, because
                 aborting them one after another would deadlock.
         """
 
@@ -313,7 +313,7 @@ class SingleProcess:
 
 
 class _GlooTicket:
-    """A ticket, the handle to wait for, of one gloo operation that runs asynchronously on CPU tensors.
+    """The `Ticket` (handle to wait for) of a gloo operation that runs asynchronously on CPU tensors.
 
     communicator: the communicator that runs the operation.
     label: a description of the operation, for errors.
@@ -483,10 +483,10 @@ def wait_for(work: Any, collective_log: CollectiveLog, seconds: float) -> None:
 
 @contextlib.contextmanager
 def explained_by(collective_log: CollectiveLog) -> Iterator[None]:
-    """Return a context that replaces an error of gloo or NCCL by an error that states the cause.
+    """Context manager that replaces an error of gloo or NCCL by an error that states the cause, if it is found.
 
-    When gloo or NCCL raises an error, the monitor (the thread that watches the other ranks) has 5 s to find the cause.
-    If the monitor finds no cause, the original error is raised.
+    When gloo or NCCL raises an error inside the context, wait up to 5 s, so that the monitor (the thread that watches
+    the other ranks) can find the cause. If it finds none, the original error is raised.
 
     collective_log: the log in which the monitor records the cause.
     """

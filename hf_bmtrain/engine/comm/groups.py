@@ -20,11 +20,11 @@ from .streams import After, Immediate, Ticket, WorkStream, work_stream
 class ShardGroup:
     """A communicator for tensors that are sharded over the ranks of each host. Every host stores all shards.
 
-    This is used with `shard_over="host"`. All collectives but `broadcast` connect only the ranks of this host.
-    Gradients are therefore averaged across hosts separately, by ReplicatedReduction.
+    This is used with `init_distributed(shard_over="host")`. All collectives except `broadcast` connect only the ranks
+    of this host. So gradients are averaged across hosts separately, by ReplicatedReduction.
 
-    `broadcast(tensor, root)` connects all ranks of all hosts, so that all hosts get the same values. It sends from rank
-    `first[root]`: `root` is an index into the ranks of the first host.
+    `broadcast(tensor, root)` connects all ranks of all hosts, so that all hosts get the same values. `root` is an index
+    into the ranks of the first host: the values of rank `first[root]` are sent.
 
     Args:
         inside: the communicator of the ranks of this host.
@@ -66,9 +66,10 @@ class ShardGroup:
 class EqualSums(ShardGroup):
     """A communicator of the ranks of this host, whose `all_reduce` gives bit-identical sums on all hosts.
 
-    This is used if every host stores all shards. Every host gets the sums of the first host. If each host computed its
-    own sums, hosts might add the same values in different orders. Gradient norms could then differ in the last bit,
-    each host would clip its gradients differently, and the hosts' copies of the weights would drift apart.
+    This is used if every host stores all shards. All hosts then sum the same values, and every host gets the sums of
+    the first host. If each host used its own sums, hosts might add the values in different orders. Gradient norms could
+    then differ in the last bit, each host would clip its gradients differently, and the hosts' copies of the weights
+    would drift apart.
 
     Args:
         inside: the communicator of the ranks of this host.
@@ -92,9 +93,9 @@ class EqualSums(ShardGroup):
 class TwoLevels:
     """The communicator of all ranks of several hosts, which all-gathers first across hosts and then inside each host.
 
-    Every shard is thus sent to each other host only once. A reduce-scatter takes the opposite order: first inside each
-    host, then across hosts. Other collectives use the communicator of all ranks. Every host must have the same number
-    of ranks.
+    Each host thus receives every shard of the other hosts only once. A reduce-scatter takes the opposite order: first
+    inside each host, then across hosts. Other collectives use the communicator of all ranks. Every host must have the
+    same number of ranks.
 
     Args:
         inside: the communicator of the ranks of this host.
@@ -184,10 +185,10 @@ class TwoLevels:
 class HostGather(CollectiveGather):
     """All-gathers shards first across hosts and then inside each host, and keeps the shards from other hosts.
 
-    This is used with `shard_over="host+world"`. The first all-gather of a flat buffer after a change of its weights
-    sends shards across hosts. Each rank keeps the shards of its rail (the ranks that have the same index on their
-    hosts, one rank on each host). Together, the ranks of a host thus keep all shards. Until the weights change again,
-    all-gathers of the buffer stay inside the host.
+    This is used with `init_distributed(shard_over="host+world")`. The first all-gather of a flat buffer after a change
+    of its weights sends shards across hosts. Each rank keeps the shards of its rail (the ranks that have the same index
+    on their hosts, one rank on each host). Together, the ranks of a host thus keep all shards. Until the weights change
+    again, all-gathers of the buffer stay inside the host.
 
     To detect a change, each rank looks only at its own shard's version counter (torch's count of in-place writes). So
     if one rank changes its shard of a buffer, every rank must change its shard too, before the buffer is all-gathered
@@ -214,11 +215,11 @@ class HostGather(CollectiveGather):
 
 
 class ReplicatedReduction(Reduction):
-    """Averages gradients over all ranks: first inside each host, with `inside`, and then each shard across hosts.
+    """Averages gradients over all ranks: first over the ranks of each host, and then each shard across hosts.
 
-    This is used with `shard_over="host"` and several hosts. Every host then stores all shards, and `inside` computes
-    only the mean over the ranks of one host. All hosts have the same number of ranks, so the mean of the hosts' means
-    is the mean over all ranks.
+    This is used with `init_distributed(shard_over="host")` and several hosts. Every host then stores all shards, and
+    the reduction `inside` computes only the mean over the ranks of one host. All hosts have the same number of ranks,
+    so the mean of the hosts' means is the mean over all ranks.
 
     Args:
         inside: the reduction that averages over the ranks of this host.

@@ -35,7 +35,7 @@ _ABORT_SECONDS = 10.0
 def _moved(tensor: torch.Tensor) -> tuple[int, int]:
     """Return the (element count, NCCL dtype) to pass to NCCL for sending `tensor`.
 
-    A tensor of a dtype that NCCL lacks, such as bool, is sent as bytes.
+    A tensor of a dtype that NCCL does not support, such as bool, is sent as bytes.
     """
     known = _NCCL_TYPES.get(tensor.dtype)
     return (tensor.numel() * tensor.itemsize, _NCCL_TYPES[torch.uint8]) if known is None else (tensor.numel(), known)

@@ -19,7 +19,7 @@ class ObjectComm:
     """Lets all ranks exchange Python objects by collectives, and strings through a key-value store.
 
     `gather`, `broadcast_object`, `barrier`, `any` and `smallest` are collective: every rank must call them, in the same
-    order. They use a gloo group of their own.
+    order. They use a separate gloo group.
 
     The other methods are not collective. `post`, `read_posts` and `delete_posts` keep lists of strings in the key-value
     store, and `show` and `look` keep single strings. A rank can call these five methods on its own. `note_decision`
@@ -42,7 +42,7 @@ class ObjectComm:
 
         Args:
             size: the number of ranks. If there are several, torch's default process group must be initialized.
-            timeout: the timeout of collectives (see the attribute).
+            timeout: the timeout of collectives. By default, they wait 5 s (PATIENCE) longer for the other ranks.
         """
         self.size, self.timeout = size, timeout.total_seconds()
         self.collective_log = CollectiveLog("control")
@@ -128,13 +128,13 @@ class ObjectComm:
     def smallest(self, number: int, entry: int) -> int:
         """Return the smallest of the numbers that the ranks pass. Collective: every rank must call it.
 
-        Used if ranks may enter different blocks, and so need different collectives next. Each rank passes the number of
-        the collective that it needs. All ranks then issue the collective whose number is returned.
+        Used if ranks may run different blocks (transformer layers), and so need different collectives next. Each rank
+        passes the number of the collective that it needs. All ranks then issue the collective whose number is returned.
 
         Args:
             number: this rank's number, a signed integer of 64 bits.
-            entry: the number that stands for this operation in the collective log (the list of operations that the
-                ranks compare), from `collective_log.code`.
+            entry: the number that encodes this operation in the collective log (the list of operations that the ranks
+                compare), from `collective_log.code`.
 
         Raises:
             RuntimeError: not all ranks called it in time.
@@ -170,9 +170,9 @@ class ObjectComm:
             self.collective_log.note(code("decision for", self._number(text)))
 
     def _number(self, text: str) -> int:
-        """Return the number that stands for `text` in the collective log, and store `text` for messages.
+        """Return the number by which the collective log refers to `text`, and store `text` for messages.
 
-        The collective log is the list of operations that the ranks compare. It contains only numbers.
+        The collective log is the list of operations that the ranks compare. It contains only numbers, not texts.
         """
         number = zlib.crc32(text.encode())
         self.occasions[number] = text
@@ -183,7 +183,7 @@ class ObjectComm:
     def post(self, key: str, text: str) -> None:
         """Append a string to a list in a key-value store, where all ranks can read the list with `read_posts`.
 
-        Not collective. Thus a rank can post something that concerns only some ranks, such as the parameters that it did
+        Not collective. So a rank can post something that concerns only some ranks, such as the parameters that it did
         not use in a backward. With one rank, nothing is stored.
 
         Args:
@@ -219,8 +219,8 @@ class ObjectComm:
     def show(self, key: str, text: str) -> None:
         """Store `text` under `key`, where every rank can read it with `look`. A string stored there before is replaced.
 
-        Not collective. Thus a background thread, for example one that writes a checkpoint, can exchange strings with
-        the other ranks while the main thread runs collectives. With one rank, nothing is stored.
+        Not collective. So a background thread, for example one that writes a checkpoint, can exchange strings with the
+        other ranks while the main thread runs collectives. With one rank, nothing is stored.
         """
         if self._store is not None:
             self._store.set(key, text)
@@ -248,7 +248,7 @@ class ObjectComm:
 
 
 def _pickled(value: Any) -> tuple[bytes, str | None]:
-    """Return the pickled value and None, or b"" and a description of the error if it cannot be pickled.
+    """Pickle `value`. Return (the bytes, None), or (b"", a description of the error) if it cannot be pickled.
 
     The caller sends the description to the other ranks, which would otherwise wait for the value.
     """

@@ -24,7 +24,8 @@ class _Shared:
         nbytes: the size of the shard.
         sources: for each rank, its mapped shard; None for this rank.
         handle: the handle with which the other ranks map this rank's shard.
-        alive: a function that returns None once nothing refers to the memory of this rank's shard.
+        alive: a function without arguments, which returns None if no tensor refers to the memory of this rank's shard
+            any longer.
         wait_for_update: a function that makes the current stream wait for any asynchronous update that is still writing
             the shard.
         published: the version counter of this rank's shard when its values were last made readable for other ranks; -1
@@ -87,9 +88,9 @@ class PeerGather(Gather):
     #   read the new values.
     # * Asynchronous updates are not published in this way. `publish` waits for the updates of all changed shards, so
     #   the first gather would wait for the last update. Instead, `announce` starts a separate meeting for each shard,
-    #   on another communicator and stream. This meeting waits only for the update of its own shard. All ranks announce
-    #   the same shards in the same order. Updates do not wait for gathers, so the meeting completes even if a rank
-    #   gathers nothing.
+    #   on another communicator and stream. This meeting waits only for the update of that shard. All ranks announce the
+    #   same shards in the same order. Updates do not wait for gathers, so the meeting completes even if a rank gathers
+    #   nothing.
     # * If weights are written although they were gathered since the last `wait_for_readers`, a slower rank may have
     #   read them while they were being written. If no `wait_for_readers` follows before the next gather of a changed
     #   shard, that gather raises RuntimeError.

@@ -105,7 +105,7 @@ class PeerMemory(Protocol):
 
 
 class HostMemory:
-    """The `PeerMemory` of processes that train on the CPU: files in /dev/shm, which each process maps.
+    """Shared memory (see `PeerMemory`) of processes that train on the CPU: files in /dev/shm, which each process maps.
 
     If /dev/shm does not exist, the files are in the default folder for temporary files. `copy` returns only after
     everything is copied.
@@ -181,9 +181,10 @@ class _EventsTicket:
 
 
 class CudaMemory:
-    """The `PeerMemory` of processes that train on GPUs: GPU memory that the processes of one host share by CUDA IPC.
+    """Shared memory (see `PeerMemory`) of processes that train on GPUs: GPU memory that they share by CUDA IPC.
 
-    IPC is CUDA's way to make memory of one process accessible in another. The GPU's copy engines make the copies.
+    IPC makes GPU memory of one process accessible in other processes of the same host. The GPU's copy engines make the
+    copies.
 
     The memory is allocated with cudaMalloc, not with torch's allocator. IPC can share only a whole cudaMalloc block,
     and torch's allocator puts several tensors into one block, so IPC would also share tensors that other processes
@@ -200,7 +201,7 @@ class CudaMemory:
 
     @contextmanager
     def _chosen(self) -> Iterator[None]:
-        """Return a context in which this object's device is current for torch and, in this thread, for CuPy."""
+        """Context manager that makes this object's device the current device of torch and, in this thread, of CuPy."""
         with torch.cuda.device(self._device):
             if self._runtime.getDevice() != self._device.index:
                 self._runtime.setDevice(self._device.index)

@@ -39,10 +39,11 @@ class Mailbox:
 
 
 class Mailboxes:
-    """The mailboxes of this rank, all of one size, and those of the other ranks, mapped into this process.
+    """Allocates this rank's mailboxes, and maps those of the other ranks into this process.
 
     A mailbox is memory into which the other ranks copy gradients. It has one row for each other rank, in rank order.
-    The memory is outside torch's allocator. It stays allocated until `free`, or until larger mailboxes are needed.
+    All mailboxes have the same size. Their memory is outside torch's allocator. It stays allocated until `free`, or
+    until larger mailboxes are needed.
 
     Args:
         memory: allocates and maps the mailboxes.
@@ -103,10 +104,10 @@ class Mailboxes:
     def before(self, box: Mailbox) -> Mailbox:
         """Return the mailbox that this rank used in the reduction just before the one that uses `box`.
 
-        A mailbox is memory into which the other ranks copy gradients. `PeerReduction.carry` sets `free` of the returned
-        mailbox to an event at the end of the later reduction's all-reduce. Each rank enters this all-reduce only after
-        it has finished reading its mailbox of the earlier reduction. So when the event completes, the mailboxes of the
-        earlier reduction may be filled again.
+        A mailbox is memory into which the other ranks copy gradients. Each reduction contains an all-reduce. A rank
+        enters it only after it has finished reading its mailbox of the reduction before. So when the later reduction's
+        all-reduce is complete, the mailboxes of the earlier reduction may be filled again. `PeerReduction.carry`
+        therefore sets `free` of the returned mailbox to an event after this all-reduce.
 
         box: this rank's mailbox for the later reduction.
         """
@@ -230,13 +231,16 @@ class PeerReduction(Reduction):
 
 
 class _PeerReducer(CollectingReducer):
-    """Averages the gradients of one flat buffer, which the ranks copy into each other's mailboxes (see `Mailbox`).
+    """Averages the gradients of one flat buffer over the ranks, with peer copies.
+
+    Each rank copies its gradients into the mailboxes of the other ranks (memory into which other ranks copy gradients).
+    Then it averages what it has received and its own gradients.
 
     Attributes:
         _local_ranges: [(rank, ranges), …] for the other ranks, in the order in which gradients are copied to them.
             `ranges` is [(index, range), …]: for each tensor, its index and the range of it that the rank stores.
             Empty ranges are left out.
-        _own: the same list `ranges` for this rank itself.
+        _own: the list `ranges` of this rank itself.
     """
 
     def __init__(self, peers: PeerReduction, layout: Layout, dtype: torch.dtype, poison: bool) -> None:
@@ -271,9 +275,9 @@ class _PeerReducer(CollectingReducer):
         return PendingReduce(ticket, sources, squares=squares)
 
     def _source(self, gradient: torch.Tensor | None, numel: int, like: torch.Tensor) -> torch.Tensor:
-        """Return a full gradient as a contiguous tensor (numel,) in the flat buffer's dtype, to copy it to other ranks.
+        """Return a full gradient as a contiguous tensor (numel,) in the flat buffer's dtype, for copies to other ranks.
 
-        gradient: the full gradient. None stands for zeros.
+        gradient: the full gradient, or None, for which the result is zeros.
         numel: the number of elements of the full gradient.
         like: a tensor with the dtype and device of the zeros.
         """

@@ -114,8 +114,9 @@ class Reducer(Protocol):
         Collective: every rank must call it.
 
         Args:
-            gradients: for each tensor of the layout, its full gradient, or None. It is added to the gradients that
-                `collect` has accepted for the tensor. A tensor that has got no gradient in either way counts as zero.
+            gradients: for each tensor of the layout, its full gradient, or None. A gradient is added to those that
+                `collect` has accepted for the same tensor. If there is no gradient at all for a tensor, it counts as
+                zero.
             shard: (n,), written with this rank's part of the mean. With a running sum, it is written with the new sum
                 instead, rounded to the shard's dtype.
             total: (n,) in float32 or wider, the running sum of gradient accumulation, to which this rank's part of the
@@ -131,7 +132,9 @@ class Reducer(Protocol):
 
 
 class Reduction(Protocol):
-    """A way to average gradients over ranks. `reducer` returns an object that does so for one flat buffer.
+    """A way to average gradients over ranks, for example by a reduce-scatter.
+
+    The method `reducer` returns an object that averages the gradients of one flat buffer.
 
     Attributes:
         ahead: the number of blocks whose reductions may be pending while another block computes its backward.
@@ -143,7 +146,7 @@ class Reduction(Protocol):
     def mapped_bytes(self) -> int:
         """The number of bytes that this reduction has allocated outside torch's allocator.
 
-        Code that reports or predicts memory adds them, because torch's memory statistics do not count them.
+        Code that reports or predicts memory use adds this number, because torch's memory statistics do not include it.
         """
         return 0
 
@@ -234,14 +237,14 @@ class CollectingReducer:
 
     def __init__(self) -> None:
         self._collected: dict[int, torch.Tensor] = {}
-        self._summed: set[int] = set()  # the indices whose kept tensor is a sum
+        self._summed: set[int] = set()  # indices of the tensors whose kept gradient is a sum
 
     def collect(self, index: int, gradient: torch.Tensor, destination: Destination) -> None:
         kept = self._collected.get(index)
         if kept is None:
             self._collected[index] = gradient
         elif index in self._summed:
-            kept.add_(gradient)  # this object has allocated it
+            kept.add_(gradient)  # in place, because this object has allocated `kept`
         else:  # not in place: `kept` may share memory with another gradient, or be an expanded view of a smaller tensor
             self._collected[index] = kept + gradient
             self._summed.add(index)
@@ -305,7 +308,10 @@ class _CollectiveReducer(CollectingReducer):
 
     @cached_property
     def _packing(self) -> tuple[ResizableStorage, Packing]:
-        """The memory of the flat tensor, freed between reductions, and the object that copies gradients into it."""
+        """The memory of the flat tensor, and the `Packing` that copies gradients into the flat tensor.
+
+        The memory is freed between reductions.
+        """
         memory = ResizableStorage(self._layout.numel, self._like.dtype, self._like.device, self._poison)
         return memory, Packing(memory.tensor, self._layout, self._shapes)
 
@@ -344,7 +350,7 @@ class _CollectiveReducer(CollectingReducer):
 
         Such a gradient is reduced directly, without being copied into a flat tensor first.
 
-        gradients: the full gradients of the buffer's tensors. None stands for a gradient of zero.
+        gradients: the full gradients of the buffer's tensors; None for a tensor that has no gradient.
         """
         first = gradients[0]
         if first is None or not self._single:
@@ -354,7 +360,7 @@ class _CollectiveReducer(CollectingReducer):
 
 
 class LocalReduction(Reduction):
-    """The reduction if there is only one rank to average over: copies gradients into the shard, and sends nothing."""
+    """Averages gradients over a single rank: copies them into the shard, and sends nothing."""
 
     ahead = 0
 
@@ -363,10 +369,10 @@ class LocalReduction(Reduction):
 
 
 class _LocalReducer:
-    """The reducer if there is only one rank to average over. It only copies the gradients of a flat buffer.
+    """Averages the gradients of one flat buffer over a single rank, that is, only copies them.
 
-    They are copied to the shard or, under gradient accumulation, to new memory, which `PendingReduce.wait` adds to the
-    running sum. `collect` copies its gradient immediately, so that the gradient's memory can be freed before the
+    Gradients are copied to the shard or, under gradient accumulation, to new memory, which `PendingReduce.wait` adds to
+    the running sum. `collect` copies its gradient immediately, so that the gradient's memory can be freed before the
     backward ends.
     """
 
@@ -397,7 +403,7 @@ class _LocalReducer:
         self._open = None
 
     def _packing(self, shard: torch.Tensor, total: torch.Tensor | None) -> Packing:
-        """Return the object that copies gradients of the current backward to their places in one flat tensor.
+        """Return the `Packing` that copies the gradients of the current backward to their places in one flat tensor.
 
         The first call in a backward creates it.
 

@@ -33,7 +33,7 @@ class ResizableStorage:
         self.tensor = torch.empty(numel, dtype=dtype, device=device)
         self._storage = self.tensor.untyped_storage()
         self._nbytes = self._storage.nbytes()
-        # For debugging: the bytes to fill with 0xFF, which are NaN in float8_e4m3fn and in all wider floats.
+        # For debugging: the memory as bytes. Bytes of 0xFF are NaN in float8_e4m3fn and all wider floating-point types.
         self._poisoned = self.tensor.view(torch.uint8) if poison else None
         self.allocated = True
 
@@ -97,7 +97,7 @@ def shares_storage(tensor: torch.Tensor, *others: torch.Tensor) -> bool:
     Called, for example, for the outputs of a block: an output that is a view of a full parameter becomes invalid when
     the parameter's memory is freed.
 
-    tensor: the tensor to check. A sparse tensor has no storage of its own, so the storage of its values is compared.
+    tensor: the tensor to check. A sparse tensor has no storage, so the storage of its values is compared.
     others: dense tensors.
     """
     try:

@@ -65,7 +65,7 @@ class After(Ticket):
 
 
 class WorkStream:
-    """A queue of GPU work: a CUDA stream of its own, whose work runs concurrently with that of other streams.
+    """A queue of GPU work on a separate CUDA stream, which runs concurrently with the work of other streams.
 
     The caller must not free memory while queued work uses it.
 
@@ -136,7 +136,7 @@ def has_own_memory(device: torch.device) -> bool:
     """Return whether `device` has its own memory, separate from the host's.
 
     If it has, a tensor must be copied to host memory before the host can keep it there (offloading) or write it to a
-    file. The result is also True for the meta device, which stands for a GPU in predictions of memory.
+    file. The result is also True for the meta device, on which the package simulates a GPU to predict memory use.
     """
     return device.type != "cpu"
 

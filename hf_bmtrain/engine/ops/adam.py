@@ -38,8 +38,9 @@ def variant(
     Args:
         grad: the dtype of the gradients.
         exp_avg: the dtype of the first moment, float32 or bfloat16.
-        weight: the dtype of 16-bit weights, or None if the float32 masters are the weights themselves.
-        master: the dtype of the stored masters: float32, or int16 for residuals (their differences from the weights).
+        weight: the dtype of 16-bit weights, or None for float32 weights, which need no separate master weights.
+        master: the dtype in which the float32 master weights are stored: float32, or int16 for residuals (their
+            differences from the weights).
         coupled: whether the kernel adds `l2 * master` to the gradient (L2 regularization with the factor l2). If False,
             the kernel is compiled without this term, because even a term that is always zero could change how the
             compiler fuses other operations, and thereby their rounding.
@@ -61,8 +62,9 @@ def macros(
 
     Args:
         grad: the dtype of the gradients.
-        weight: the dtype of 16-bit weights, or None if the float32 masters are the weights themselves.
-        master: the dtype of the stored masters: float32, or int16 for residuals (their differences from the weights).
+        weight: the dtype of 16-bit weights, or None for float32 weights, which need no separate master weights.
+        master: the dtype in which the float32 master weights are stored: float32, or int16 for residuals (their
+            differences from the weights).
         coupled: whether the kernel adds l2 (the factor of L2 regularization) times the master to the gradient.
 
     Raises:
@@ -75,7 +77,7 @@ def macros(
     if master == torch.int16 and weight != torch.bfloat16:
         raise ValueError(
             f"float32 master weights can be stored as int16 residuals only for bfloat16 weights, but the dtype of the "
-            f"weights is {weight}. Pass float32 masters."
+            f"weights is {weight}. Pass float32 master weights."
         )
     return (
         ("COUPLED", "true" if coupled else "false"),
@@ -148,14 +150,14 @@ def adam_update(
 
     Args:
         grad: (n,), only read: float32, or the dtype of `weight`. If `weight` is None: float32, float16 or bfloat16.
-        master: (n,), updated: the float32 masters, which are the parameter itself if `weight` is None. For bfloat16
-            weights, it may instead be int16 residuals, the differences between masters and weights (see residual.py).
-            In this case `weight` is read too. A residual of 32768, which int16 lacks, is stored as -32768 and marked by
-            a negative sign of the element's exp_avg_sq.
+        master: (n,), updated: the float32 master weights. If `weight` is None, they are the parameter itself. For
+            bfloat16 weights, `master` may instead contain int16 residuals, the differences between master weights and
+            weights (see residual.py). In this case `weight` is read too. A residual of 32768 does not fit in int16. It
+            is stored as -32768, and marked by a negative sign of the element's exp_avg_sq.
         exp_avg: (n,) float32, or bfloat16 with stochastic rounding. Updated.
         exp_avg_sq: (n,) float32. Updated.
-        weight: (n,) float16 or bfloat16, written with the updated masters, rounded to nearest even; None if `master` is
-            the weight.
+        weight: (n,) float16 or bfloat16, written with the updated master weights, rounded to nearest even. None if
+            `master` is the parameter itself.
         record: (12,) float32, the hyper-parameters and the skip flag, as computed by `adam_prepare` for these elements.
         index_base: the position of element 0 among all elements of the optimizer. An element's position and the number
             of the step determine the random bits of stochastic rounding. Neither depends on the number of ranks, so
@@ -191,10 +193,10 @@ def adam_update(
 
 
 def _aligned_part(n: int, tensors: list[Tensor]) -> tuple[int, int]:
-    """Find the range of elements that a kernel can access in groups of 4 that are aligned in all tensors.
+    """Find the longest range of elements that a kernel can access in aligned groups of 4, in all of `tensors`.
 
-    Returns the index of the range's first element and the number of groups, which is 0 if there is no such range. A
-    group is aligned if its address is a multiple of its size.
+    Returns (index of the range's first element, number of groups). The number is 0 if there is no such range. A group
+    is aligned if its address in the tensor is a multiple of its size in bytes.
 
     n: the number of elements of each tensor.
     """
@@ -219,12 +221,13 @@ def update_reference(
 
     Args:
         grad: (n,), only read. For the dtypes of this and the other tensors, see `adam_update`.
-        master: (n,), updated: the float32 masters, or the int16 residuals of bfloat16 weights (the differences between
-            masters and weights).
+        master: (n,), updated: the float32 master weights, or int16 residuals (the differences between master weights
+            and bfloat16 weights).
         exp_avg: (n,), updated.
         exp_avg_sq: (n,), updated.
-        weight: (n,), written with the updated masters, rounded to nearest even. With residuals, it is read too, because
-            only weights and residuals together determine the masters. None if the masters are the weights themselves.
+        weight: (n,), written with the updated master weights, rounded to nearest even. With residuals, it is read too,
+            because only weights and residuals together determine the master weights. None if `master` is the parameter
+            itself.
         record: (12,) float32, the hyper-parameters and the skip flag, as computed by `adam_prepare` for these elements.
         index_base: the position of element 0 among all elements of the optimizer. An element's position and the number
             of the step determine its random bits.

@@ -23,15 +23,15 @@ Hyper = Sequence[float | torch.Tensor]
 class Elements:
     """The gradients, weights and optimizer state of n adjacent elements, for an AdamW step.
 
-    Pass this object to `KernelSteps.update` or `TorchSteps.update`, which makes the step. It updates the weights,
-    masters and moments in place.
+    Pass this object to `KernelSteps.update` or `TorchSteps.update`, which makes the step. The step updates the weights,
+    master weights and moments in place.
 
     Attributes:
         grad: (n,), the gradients, only read.
         master: a Master, an object with up to three tensors (n,). `master.weight` contains the weights. `master.stored`
-            contains the masters of half-precision weights (copies of full precision that the optimizer updates), in
-            float32 or as 16-bit differences from the weights. It is None for float32 weights, which are their own
-            masters. `master.exp_avg_sq` is the second moment. It is None if both moments are stored in 8 bits.
+            contains the master weights (full-precision copies of half-precision weights, which the optimizer updates),
+            in float32 or as 16-bit differences from the weights. It is None for float32 weights, which need no copies.
+            `master.exp_avg_sq` is the second moment. It is None if both moments are stored in 8 bits.
         exp_avg: the first moment, a tensor (n,). If both moments are stored in 8 bits, a Moments, which contains both.
         index_base: the position of element 0 among all elements of the optimizer. Stochastic rounding computes an
             element's random bits from its position and the number of the step.
@@ -44,9 +44,10 @@ class Elements:
 
     @property
     def master_and_weight(self) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """The arguments `master` and `weight` of `adam_update`.
+        """The arguments `master` and `weight` to pass to `adam_update` for these elements.
 
-        Float32 weights are their own masters. For them, `master` is the weights and `weight` is None.
+        Float32 weights need no master weights (full-precision copies). For them, `master` is the weights themselves,
+        and `weight` is None.
         """
         stored, weight = self.master.stored, self.master.weight
         return (weight, None) if stored is None else (stored, weight)
@@ -80,8 +81,8 @@ class KernelSteps:
         self._one = torch.ones(1, dtype=torch.float32, device=device)
         self._zero = torch.zeros_like(self._one)
         self._scale, self._flag = self._one, self._zero
-        # The hyper-parameters last copied to the device, one row for each parameter group. None stands for a
-        # hyper-parameter that the user has passed as a tensor on the device.
+        # The hyper-parameters last copied to the device, one row for each parameter group. A hyper-parameter that the
+        # user has passed as a tensor on the device is None here.
         self._sent: list[list[float | None]] = []
         self._coupled = [False] * runs
 
@@ -213,23 +214,23 @@ class TorchSteps:
 def kernels_serve(device: torch.device) -> bool:
     """Return whether updates on `device` use CUDA kernels.
 
-    The result is also True for the meta device, which stands for a GPU in predictions of memory.
+    The result is also True for the meta device, on which the package simulates a GPU to predict memory use.
     """
     return device.type != "cpu"
 
 
 def master_dtype(weight: torch.dtype, device: torch.device) -> torch.dtype | None:
-    """Return the dtype in which the float32 masters of weights are stored.
+    """Return the dtype in which float32 master weights (full-precision copies of half-precision weights) are stored.
 
     Args:
         weight: the dtype of the weights.
         device: the device on which the weights are updated.
 
     Returns:
-        * None for float32 weights, which are their own masters.
-        * int16 for bfloat16 weights on a GPU (or on the meta device, which stands for a GPU): the masters are stored as
-          residuals, their differences from the weights (see residual.py). These represent the same float32 numbers in
-          2 bytes less per element.
+        * None for float32 weights, which need no master weights.
+        * int16 for bfloat16 weights on a GPU (or on the meta device, which simulates a GPU): the master weights are
+          stored as residuals, their differences from the weights (see residual.py). These represent the same float32
+          numbers in 2 bytes less per element.
         * float32 for bfloat16 weights on the CPU, and for float16 weights on any device.
     """
     if weight == torch.float32:
@@ -240,9 +241,9 @@ def master_dtype(weight: torch.dtype, device: torch.device) -> torch.dtype | Non
 def adam_steps(groups: Sequence[int], device: torch.device, exp_avg_dtype: torch.dtype) -> KernelSteps | TorchSteps:
     """Return an object that makes AdamW steps on `device`.
 
-    The object is a KernelSteps on CUDA and on the meta device (which stands for a GPU in predictions of memory). It is
-    also a KernelSteps for a bfloat16 or 8-bit first moment, which torch's AdamW does not support. In all other cases,
-    it is a TorchSteps.
+    The object is a KernelSteps on CUDA, and on the meta device, on which the package simulates a GPU to predict memory
+    use. It is also a KernelSteps for a bfloat16 or 8-bit first moment, which torch's AdamW does not support. In all
+    other cases, it is a TorchSteps.
 
     Args:
         groups: for each parameter group, its number of runs. A run is a range of adjacent elements that are updated

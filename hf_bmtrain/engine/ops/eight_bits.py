@@ -1,4 +1,4 @@
-"""AdamW whose moments take 8 bits: a code for each element, and an exponent for each block of 32 elements.
+"""AdamW with moments stored in 8 bits: one code for each element, and one exponent for each block of 32 elements.
 
 The first moment m and the square root √v of the second moment are stored. A code is a floating-point number of 8 bits
 with a magnitude below 2. It may be subnormal, but not inf or NaN. The stored value is this number times 2ᴱ, where E is
@@ -31,8 +31,9 @@ _COUNT = 8  # the number of elements that one thread updates, as in adam8.cu
 THREADS = 128
 _M_FRACTION, _ROOT_FRACTION = 4, 5
 _SHIFT = 2.0**120
-"""The factor that decodes an 8-bit code. Shift the code, without its sign, so that its fraction bits become the highest
-fraction bits of a float32. This float32 times the factor is the number below 2 for which the code stands."""
+"""The factor with which 8-bit codes are decoded. First shift a code, without its sign, so that its fraction bits become
+the highest fraction bits of a float32. Then multiply this float32 by the factor. The product is the number (below 2)
+that the code represents."""
 
 
 class Moments(NamedTuple):
@@ -132,7 +133,7 @@ def encode(magnitudes: Tensor, fraction: int, random: Tensor | None) -> tuple[Te
     n = len(magnitudes)
     padded = torch.nn.functional.pad(magnitudes, (0, -n % BLOCK)).view(-1, BLOCK)
     dropped = 23 - fraction
-    # Choose the exponent E of each block so that its largest magnitude is not clamped. A code stands for a number below
+    # Choose the exponent E of each block so that its largest magnitude is not clamped. A code represents a number below
     # 2, which is multiplied by 2ᴱ. With f fraction bits, the two largest numbers are a = 2 - 2·2⁻ᶠ and b = 2 - 2⁻ᶠ. Let
     # 2ᴷ be the largest power of two that does not exceed the block's largest magnitude. E = K would clamp a magnitude
     # above b·2ᴷ in every step, so that the moment could never grow to 2ᴷ⁺¹. Therefore E is K + 1 if the magnitude is
@@ -168,8 +169,9 @@ def variant(grad: torch.dtype, weight: torch.dtype | None, master: torch.dtype, 
 
     Args:
         grad: the dtype of the gradients.
-        weight: the dtype of 16-bit weights, or None if the float32 masters are the weights themselves.
-        master: the dtype of the stored masters: float32, or int16 for residuals (their differences from the weights).
+        weight: the dtype of 16-bit weights, or None for float32 weights, which need no separate master weights.
+        master: the dtype in which the float32 master weights are stored: float32, or int16 for residuals (their
+            differences from the weights).
         coupled: whether the kernel adds l2 (the factor of L2 regularization) times the master to the gradient.
 
     Raises:
@@ -189,18 +191,20 @@ def adam8_update(
 ) -> None:
     """Make one AdamW step on n adjacent elements, in place, like `adam_update` but with moments in 8 bits.
 
-    The step computes the new moments in float32, updates the masters with them, and then stores them in 8 bits. Only
-    the moments are rounded stochastically. All tensors are contiguous, are on one device, and do not overlap.
+    The step computes the new moments in float32, updates the master weights with them, and then stores the moments in 8
+    bits. Only the moments are rounded stochastically. All tensors are contiguous, are on one device, and do not
+    overlap.
 
     Args:
         grad: (n,), only read: float32, or the dtype of `weight`. If `weight` is None: float32, float16 or bfloat16.
-        master: (n,), updated: the float32 masters, which are the parameter itself if `weight` is None. For bfloat16
-            weights, it may instead be int16 residuals: the differences between the bits of masters and weights, read
-            as integers (see residual.py). A residual of 32768, which int16 lacks, is stored as 32767. This moves the
-            master to the adjacent float32 number in the direction of the weight.
+        master: (n,), updated: the float32 master weights. If `weight` is None, they are the parameter itself. For
+            bfloat16 weights, `master` may instead contain int16 residuals: the differences between the bits of master
+            weights and weights, read as integers (see residual.py). A residual of 32768 does not fit in int16. It is
+            stored as 32767, which moves the master weight to the adjacent float32 number in the direction of the
+            weight.
         moments: the moments of these elements, updated.
-        weight: (n,) float16 or bfloat16, written with the new masters rounded to nearest even. With residuals, it is
-            read too. None if `master` is the weight.
+        weight: (n,) float16 or bfloat16, written with the new master weights, rounded to nearest even. With residuals,
+            it is read too. None if `master` is the parameter itself.
         record: (12,) float32, the hyper-parameters and the skip flag, as computed by `adam_prepare` for these elements.
         index_base: the position of element 0 among all elements of the optimizer. An element's position and the number
             of the step determine its random bits for stochastic rounding.
@@ -241,11 +245,12 @@ def update_reference(
 
     Args:
         grad: (n,), only read. For the dtypes of this and the other tensors, see `adam8_update`.
-        master: (n,), updated: the float32 masters, or the int16 residuals of bfloat16 weights (the differences between
-            masters and weights).
+        master: (n,), updated: the float32 master weights, or int16 residuals (the differences between master weights
+            and bfloat16 weights).
         moments: the moments of these elements, updated.
-        weight: (n,), written with the updated masters, rounded to nearest even. With residuals, it is read too, because
-            only weights and residuals together determine the masters. None if the masters are the weights themselves.
+        weight: (n,), written with the updated master weights, rounded to nearest even. With residuals, it is read too,
+            because only weights and residuals together determine the master weights. None if `master` is the parameter
+            itself.
         record: (12,) float32, the hyper-parameters and the skip flag, as computed by `adam_prepare` for these elements.
         index_base: the position of element 0 among all elements of the optimizer. An element's position and the number
             of the step determine its random bits.

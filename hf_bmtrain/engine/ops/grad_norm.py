@@ -78,10 +78,10 @@ def as_real(flat: torch.Tensor) -> torch.Tensor:
 
 
 class Segments:
-    """The boundaries of segments: the ranges of a flat tensor whose norms `segmented_squared_norm` computes.
+    """The boundaries of the segments of a flat tensor, for `segmented_squared_norm`.
 
-    If several flat tensors have the same boundaries, reuse the object, because its first use copies tables to the
-    device.
+    A segment is a range of adjacent elements, of which `segmented_squared_norm` computes the squared norm. If several
+    flat tensors have the same segments, reuse the object, because its first use copies tables to the device.
 
     Args:
         offsets: k + 1 non-decreasing integers. Segment s is flat[offsets[s]:offsets[s + 1]], and may be empty.

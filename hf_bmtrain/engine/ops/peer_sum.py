@@ -89,7 +89,7 @@ def peer_mean(rows: Tensor, mine: Tensor, own: int, out: Tensor, total: Tensor |
 
 
 def reference(rows: Tensor, out: Tensor, total: Tensor | None = None) -> None:
-    """Compute the same `out` and `total` as the kernel of `peer_mean`, with operators of torch, on any device.
+    """Compute the same `out` and `total` as the CUDA kernel of `peer_mean`, with torch's functions, on any device.
 
     `peer_mean` calls it on the CPU. Tests compare the kernel's results with it.
 

@@ -1,6 +1,7 @@
-"""Float32 masters of half-precision weights. Those of bfloat16 weights can be stored in 16 bits, as residuals.
+"""Float32 master weights, and 16-bit residuals, in which the master weights of bfloat16 weights can be stored.
 
-A residual is the difference between the bits of a master and those of its weight, read as integers. A bfloat16 number
+A master weight, or master, is the full-precision copy of a half-precision weight, which the optimizer updates. A
+residual is the difference between the bits of a master and those of its weight, read as integers. A bfloat16 number
 consists of the upper 16 bits of a float32 number, so the bits of the weight are shifted:
 
     residual = bits(master) - 65536 · bits(weight),    -32768 ≤ residual ≤ 32768
@@ -8,7 +9,7 @@ consists of the upper 16 bits of a float32 number, so the bits of the weight are
 The bounds hold because a weight is its master rounded to nearest even. Weight and residual determine the master
 exactly.
 
-Residuals are stored as int16, which lacks the value 32768. This value is stored as -32768 and marked by a tie flag: a
+Residuals are stored as int16. The value 32768 does not fit in int16. It is stored as -32768 and marked by a tie flag: a
 negative sign of exp_avg_sq, Adam's second moment, which itself is never negative. Without an exp_avg_sq, it is stored
 as 32767, which moves the master by its last bit towards the weight. The residual of NaN is stored as 0.
 
@@ -30,20 +31,21 @@ _CHUNK = 1 << 20  # elements that are converted at a time, which limits the memo
 
 @dataclass(frozen=True)
 class Master:
-    """The float32 masters (copies of full precision that the optimizer updates) of n weights, as they are stored.
+    """The float32 master weights of n weights, in the form in which they are stored.
 
-    All tensors are (n,).
+    Master weights are full-precision copies of half-precision weights, which the optimizer updates. All tensors are
+    (n,).
 
     Attributes:
         weight: the weights.
-        stored: the masters of half-precision weights, in float32. For bfloat16 weights, they may instead be stored as
-            int16 residuals, the differences between masters and weights. To compute a residual, convert the weight to
-            float32, read the bits of master and weight as integers, and subtract the weight's integer from the
-            master's. None for float32 weights, which are their own masters.
-        exp_avg_sq: Adam's second moment, float32. The moment itself is never negative. If `stored` contains
-            residuals, a negative sign is a tie flag: it marks a residual of 32768, which int16 lacks, and which is
-            stored as -32768. None if the optimizer has no second moment in float32. There are no tie flags then, and a
-            residual of 32768 is stored as 32767.
+        stored: the master weights, in float32. Those of bfloat16 weights may instead be stored as int16 residuals,
+            their differences from the weights. To compute a residual, convert the weight to float32, read the bits of
+            master weight and weight as integers, and subtract the weight's integer from the master weight's. None for
+            float32 weights, which need no copies.
+        exp_avg_sq: Adam's second moment, float32. The moment itself is never negative. If `stored` contains residuals,
+            a negative sign is a tie flag: it marks a residual of 32768, which does not fit in int16 and is stored as
+            -32768. None if the optimizer has no second moment in float32. There are no tie flags then, and a residual
+            of 32768 is stored as 32767.
     """
 
     weight: torch.Tensor
@@ -57,21 +59,21 @@ class Master:
     def part(self, part: slice, device: torch.device) -> Master:
         """Return a Master of the elements in the slice `part`, with all tensors on `device`. Do not write to it.
 
-        Used to read the masters in pieces, so that temporary tensors are small. Tensors that are already on `device`
-        are returned as views. The others are copied, so a write to them would be lost.
+        Used to read the master weights in pieces, so that temporary tensors are small. Tensors that are already on
+        `device` are returned as views. The others are copied, so a write to them would be lost.
         """
         stored = None if self.stored is None else self.stored[part].to(device)
         exp_avg_sq = None if self.exp_avg_sq is None else self.exp_avg_sq[part].to(device)
         return Master(self.weight[part].to(device), stored, exp_avg_sq)
 
     def read(self) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return the masters and Adam's second moment, both (n,) float32.
+        """Return the master weights (full-precision copies) and Adam's second moment, both (n,) float32.
 
-        Used by code that computes with the masters outside the optimizer's own update, such as statistics of updates.
+        Used by code other than the optimizer's update, for example to compute statistics of updates.
 
-        If the masters are stored in float32, the results are the stored tensors themselves, so do not write to them.
-        If they are stored as residuals (their differences from the weights), the results are new tensors. The second
-        moment is None if the optimizer has none in float32.
+        If the master weights are stored in float32, or the weights themselves are float32, the results are the stored
+        tensors, so do not write to them. If they are stored as residuals (their differences from the weights), the
+        results are new tensors. The second moment is None if the optimizer has none in float32.
         """
         if self.stored is None:
             return self.weight, self.exp_avg_sq
@@ -80,14 +82,14 @@ class Master:
         return join(self.weight.to(self.stored.device), self.stored, self.exp_avg_sq)
 
     def write(self, master: torch.Tensor) -> None:
-        """Store new masters, which come, for example, from a checkpoint.
+        """Store new master weights (full-precision copies of weights), which come, for example, from a checkpoint.
 
         Called when a parameter's optimizer state is copied into newly allocated state tensors.
 
-        * If masters are stored as residuals, which are the differences between masters and weights, the weights are set
-          to the masters rounded to nearest even.
+        * If the master weights are stored as residuals (their differences from the weights), the weights are set to the
+          master weights rounded to nearest even.
         * If they are stored in float32, half-precision weights do not change until the optimizer's next step.
-        * Float32 weights are their own masters, so the weights are set to the new masters.
+        * Float32 weights need no master weights. So the weights themselves are set to the new values.
 
         Args:
             master: float32 with n elements, of any shape and on any device.
@@ -101,9 +103,9 @@ class Master:
         self.weight.copy_(weight)
 
     def reset(self) -> None:
-        """Set every master (the copy of full precision that the optimizer updates) to the value of its weight.
+        """Set every master weight (the full-precision copy that the optimizer updates) to the value of its weight.
 
-        Optimizers call this when they have allocated new state, in which the masters are not set yet.
+        Optimizers call this when they have allocated new state, in which the master weights are not set yet.
         """
         if self.is_residual:
             assert self.stored is not None
@@ -112,24 +114,25 @@ class Master:
             self.stored.copy_(self.weight)
 
     def follow_weight(self) -> None:
-        """Update float32 masters after code other than the optimizer has written the weights.
+        """Update float32 master weights after code other than the optimizer has changed the weights.
 
-        Optimizers call this before they use or return masters that may be out of date. A master is out of date if it
-        does not round to its weight in the weight's dtype. Such masters change as follows; all others stay as they are.
+        Optimizers call this before they use or return master weights that may be out of date. A master weight is out of
+        date if it does not round to its weight in the weight's dtype. Such master weights change as follows; all others
+        stay as they are.
 
         * A float16 weight: the master is set to the weight.
         * A bfloat16 weight: the master keeps its distance from the weight, that is, new master = new weight + (old
-          master - old weight). In this formula, each number stands for its float32 bits, read as an integer. The old
-          weight was overwritten, but it is the old master rounded to bfloat16. If the new master would not round to the
-          new weight, it is set to the new weight.
+          master - old weight). This is computed with the bits of the float32 numbers, read as integers. The old weight
+          was overwritten, but is known: it is the old master rounded to bfloat16. If the new master would not round to
+          the new weight, it is set to the new weight.
 
-        This does nothing if the masters are stored as residuals, which are relative to the present weights, or if the
-        weights are float32 and thus their own masters.
+        This does nothing if the master weights are stored as residuals, which are relative to the present weights, or
+        if the weights are float32 and need no master weights.
         """
         if self.stored is None or self.is_residual:
             return
-        # Write to `.data`, which has a version counter of its own. A background save raises an error if the version of
-        # a tensor that it saves has changed, and this write must not cause the error. The save still notices a change:
+        # Write to `.data`, which has a separate version counter. A background save raises an error if the version of a
+        # tensor that it saves has changed, and this write must not cause the error. The save still notices a change:
         # masters change here only after their weights, and it also checks the versions of the weights.
         for p, w in _in_chunks(self.stored.data, self.weight.to(self.stored.device)):
             if w.dtype == torch.bfloat16:
@@ -139,16 +142,18 @@ class Master:
 
 
 def split(master: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor, exp_avg_sq: torch.Tensor | None) -> None:
-    """Split float32 masters into bfloat16 weights and 16-bit residuals. All tensors are (n,).
+    """Split float32 master weights into bfloat16 weights and 16-bit residuals. All tensors are (n,).
 
-    Called when masters are loaded, and by the reference implementations of AdamW steps. The kernels compute the same.
+    Called when master weights are loaded, and by the reference implementations of AdamW steps. The kernels compute the
+    same.
 
-    A residual is the difference between a master and its weight: their bits, read as integers, are subtracted. The
-    value 32768, which int16 lacks, is stored as -32768 and marked by a tie flag, the sign of `exp_avg_sq`.
+    A residual is the difference between a master weight and its weight: their bits, read as integers, are subtracted.
+    The value 32768, which does not fit in int16, is stored as -32768 and marked by a tie flag, the sign of
+    `exp_avg_sq`.
 
     Args:
-        master: the masters, only read.
-        weight: written with the masters rounded to nearest even.
+        master: the master weights, only read.
+        weight: written with the master weights, rounded to nearest even.
         residual: written with the residuals, int16.
         exp_avg_sq: Adam's second moment, float32. Its signs are set to the tie flags; its magnitudes do not change.
             With None there are no tie flags, and the stored master may differ from `master` in its last bit.
@@ -169,21 +174,21 @@ def split(master: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor, ex
 def join(
     weight: torch.Tensor, residual: torch.Tensor, exp_avg_sq: torch.Tensor | None, device: torch.device | None = None
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Return the float32 masters of bfloat16 weights, computed from residuals. This reverses `split`.
+    """Return the float32 master weights of bfloat16 weights, computed from residuals. This reverses `split`.
 
-    Called when masters are saved or read, and by the reference implementations of AdamW steps. The kernels compute the
-    same. All tensors are (n,).
+    Called when master weights are saved or read, and by the reference implementations of AdamW steps. The kernels
+    compute the same. All tensors are (n,).
 
     Args:
         weight: the bfloat16 weights.
-        residual: the residuals, int16: the differences between masters and weights.
+        residual: the residuals, int16: the differences between master weights and weights.
         exp_avg_sq: Adam's second moment, float32. A negative sign is a tie flag: it marks a residual of 32768, which is
             stored as -32768. None if there are no tie flags.
         device: the device of the results; None uses the device of the arguments.
 
     Returns:
-        Two new float32 tensors (n,): the masters, and exp_avg_sq without the negative signs. The second is None if
-        exp_avg_sq is None.
+        Two new float32 tensors (n,): the master weights, and exp_avg_sq without the negative signs. The second is None
+        if exp_avg_sq is None.
     """
     if exp_avg_sq is None:
         master = torch.empty(weight.shape, dtype=torch.float32, device=device or weight.device)
@@ -203,18 +208,20 @@ def _in_chunks(*tensors: torch.Tensor) -> Iterator[Sequence[torch.Tensor]]:
 
 
 def _distance(master: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """Return the residuals (int32) of float32 masters: the bits of each master minus the bits of its weight.
+    """Return the residuals (int32) of float32 master weights: their differences from their bfloat16 weights.
 
-    The bits of float32 numbers are read as integers. The weights are converted from bfloat16 to float32 for this. The
-    residual of NaN is 0.
+    To compute a residual, the bits of the master weight, and of the weight converted to float32, are read as integers
+    and subtracted. The residual of NaN is 0.
     """
     return torch.where(master.isnan(), 0, master.view(torch.int32) - _bits(weight))
 
 
 def _at(weight: torch.Tensor, distance: torch.Tensor) -> torch.Tensor:
-    """Return the float32 masters of bfloat16 weights. A master that would not round to its weight is set to the weight.
+    """Compute float32 master weights from bfloat16 weights and residuals.
 
-    distance: the residuals, int32: the bits of each master, read as an integer, minus the bits of its weight.
+    A master weight that would not round to its weight is replaced by the weight.
+
+    distance: the residuals, int32: the bits of each master weight, read as an integer, minus those of its weight.
     """
     master = (_bits(weight) + distance).view(torch.float32)
     rounds = master.bfloat16().view(torch.int16) == weight.view(torch.int16)

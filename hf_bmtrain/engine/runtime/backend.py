@@ -55,7 +55,7 @@ STATES, WEIGHTS = 16, 2
 """Bytes per parameter with bf16 weights and AdamW. STATES: for weights, gradients, float32 masters and both moments.
 WEIGHTS: for the weights alone."""
 _TRACE_ON_TIMEOUT = "TORCH_NCCL_DUMP_ON_TIMEOUT"
-MEASURED = 4 << 20  # size in bytes of a rank's shard in the all-gathers by which bandwidths are measured
+MEASURED = 4 << 20  # size in bytes of each rank's shard in the all-gathers that measure bandwidths
 SMALLEST_PULLED = 16 << 20
 """The smallest size in bytes of a shard that is gathered with peer copies by default. Peer copies read the memory of
 other ranks directly. From this size on, they are faster than NCCL between H200s. With `gather="peer"`, smaller shards
@@ -103,8 +103,8 @@ class _Division(NamedTuple):
         gather: the communicator for all-gathers between the ranks that store different shards.
         reduce: the communicator of the same ranks for reductions of gradients.
         sums: the communicator of the same ranks for sums over all shards, such as gradient norms.
-        members: these ranks, as ranks of the world. If all of them are on one host, they are in the order of their
-            shards.
+        members: the ranks of the world that these communicators connect. If all of them are on one host, they are in
+            the order of their shards.
         rail: the communicator of the ranks that store the same shard as this rank, or None if each shard is stored by
             only one rank.
     """
@@ -117,7 +117,7 @@ class _Division(NamedTuple):
 
 
 def check_addresses(gather: str, shard_over: str, init_method: str) -> None:
-    """Raise ValueError unless these arguments of `init_distributed` are valid, each by itself and together.
+    """Raise ValueError unless these arguments of `init_distributed` are valid, alone and in combination.
 
     `init_distributed` calls this before it connects to other ranks. After connecting, `open_backend` checks whether
     `gather` and `shard_over` are possible on the hosts of the ranks.
@@ -226,7 +226,9 @@ def _open_all(
     opened: list[Communicator],
     monitor: Monitor,
 ) -> Backend:
-    """Start the monitor and open the communicators. The arguments and the result are those of `open_backend`.
+    """Start the monitor and open the communicators.
+
+    The result, and the arguments that are not listed here, are as in `open_backend`.
 
     Collective: every rank must call it.
 
@@ -514,7 +516,7 @@ def _join(rank: int, size: int, device: torch.device, timeout: timedelta, init_m
     device: this rank's device. If it is a GPU, the group uses NCCL for GPU tensors and gloo for CPU tensors.
     timeout: the longest time to wait for other ranks.
     init_method: the URL at which the ranks meet.
-    monitor: waits for all ranks first, to name those that are missing.
+    monitor: its method `meet` first waits until all ranks have arrived. If some do not, its error names them.
     """
     if dist.is_initialized():
         return

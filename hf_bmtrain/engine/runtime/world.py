@@ -42,7 +42,7 @@ class BufferCount:
 
 
 class SavedState(NamedTuple):
-    """Two functions by which a feature saves an object of its own in checkpoints and loads it again.
+    """Two functions with which a feature of the package saves an object in checkpoints and loads it again.
 
     For each feature that needs this, `init_distributed` adds a SavedState to `World.saved_states`. Both functions are
     collective: every rank must call them.
@@ -232,13 +232,13 @@ class World:
         agree(self.control, occasion, facts, may_differ)
 
     def check_comm(self, comm: Any) -> None:
-        """Raise NotImplementedError if the argument `comm` of a BMTrain function does not stand for all ranks.
+        """Raise NotImplementedError if the argument `comm` of a BMTrain function does not select all ranks.
 
         In BMTrain, `comm` selects a group of ranks. Functions that accept it here for compatibility, but always use all
         ranks, call this method. It is not collective.
 
         Args:
-            comm: the argument that the user passed. None and this World (`bmt.config["comm"]`) stand for all ranks.
+            comm: the argument that the user passed. None and this World (`bmt.config["comm"]`) select all ranks.
 
         Raises:
             NotImplementedError: `comm` is anything else.
@@ -327,9 +327,9 @@ def check_no_world() -> None:
 
 @contextmanager
 def simulated(world: World) -> Iterator[None]:
-    """Return a context manager that makes `current_world` return `world` inside it.
+    """Context manager inside which `current_world` returns `world`.
 
-    Used to predict the memory of a training step, which is simulated on the meta device with a world of its own.
+    Used to predict the memory of a training step: the step is simulated on the meta device, with a separate world.
 
     Args:
         world: the simulated world.
@@ -392,9 +392,10 @@ def synchronize() -> None:
 
 
 def wait_loader() -> None:
-    """Wait until this rank's device has completed all queued work, so that the host does not load batches far ahead.
+    """Wait until this rank's device has completed all queued work, so that the host does not run far ahead of it.
 
-    This is not collective. Scripts written for BMTrain call it; with this package, training scripts need not.
+    Scripts written for BMTrain call this, so that they do not load many batches ahead. With this package, training
+    scripts need not call it. It is not collective.
     """
     world = current_world()
     torch.get_device_module(world.device).synchronize(world.device)

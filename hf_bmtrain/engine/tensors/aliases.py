@@ -15,14 +15,14 @@ SET_DATA: Callable[[Any, Any], None] = getattr(torch.Tensor, "data").__set__  # 
 
 
 class Aliases:
-    """The aliases of one sharded tensor, which is their owner.
+    """Keeps track of the aliases of one sharded tensor, the owner.
 
     Aliases are other sharded tensors that share the owner's memory, such as `parameter.data`.
 
     In torch, `parameter.data = values` gives the parameter new memory, and tensors that shared its old memory keep the
     old values. A sharded parameter always keeps its memory, which is a part of its flat buffer, and `values` are copied
-    into this memory. To let the aliases keep the old values all the same, `leave` first moves the aliases to separate
-    memory.
+    into this memory. As in torch, the aliases must keep the old values. So `leave` moves the aliases to separate memory
+    first.
 
     This object has only weak references to the aliases. All methods must be called within `WithoutTorchFunction`.
 
@@ -67,7 +67,7 @@ class Aliases:
         return True
 
     def rejoin(self, owned: torch.Tensor) -> None:
-        """Let the aliases share the owner's memory again, after `leave` has moved them to other memory.
+        """Make the aliases share the owner's memory again, after `leave` has moved them to other memory.
 
         Called when an alias is assigned to the owner's `.data` later: `old = p.data; p.data = new; p.data = old`. The
         caller has copied the values of `old` to the owner's memory before this call.
@@ -79,21 +79,21 @@ class Aliases:
         self.memory = None
 
     def remove(self, alias: Any, memory: torch.Tensor) -> None:
-        """Give `alias` memory of its own, so that it is no longer an alias of the owner.
+        """Move `alias` to the separate memory `memory`, so that it is no longer an alias of the owner.
 
         Called when values are assigned to the `.data` of an alias. The caller then writes them to the new memory. The
         owner and the other aliases keep the old values.
 
         Args:
             alias: one of the registered aliases.
-            memory: (n,) its new memory, which no other tensor shares. The old values are not copied to it.
+            memory: (n,), the new memory of `alias`, which no other tensor shares. The old values are not copied to it.
         """
         del self._tensors[id(alias)]
         alias.aliases = None
         SET_DATA(alias, memory)
 
     def move(self, old: torch.Tensor, new: torch.Tensor) -> None:
-        """Let the aliases, which share the memory `old` (n,), share `new` (n,) instead, at the same positions."""
+        """Make the aliases use the memory `new` (n,) instead of `old` (n,), each at the same position as before."""
         for alias in self._tensors.values():
             # Use the alias's dtype, which differs from the owner's if the alias is the real or imaginary part of a
             # complex owner. Below, repeat the alias's lazy conjugation or negation.

@@ -22,7 +22,7 @@ def backward_to(tensors: Any, inputs: tuple | None, **options: Any) -> None:
     Args:
         tensors: the tensor or tensors to differentiate, such as the loss.
         inputs: the tensors whose `.grad` receives gradients. None if the call has no `inputs`. A sharded parameter is
-            then among `tensors`, which is refused.
+            then among `tensors`, which raises RuntimeError.
         **options: other arguments of `torch.autograd.backward`.
 
     Raises:

@@ -1,6 +1,7 @@
-"""Make functions that are not overridable in torch call `__torch_function__` of sharded tensors.
+"""Make functions of torch that ignore `__torch_function__` of their arguments call it for sharded tensors.
 
-These are functions of torch.distributed, which are overridable from torch 2.12 on, and of torch.nn.init.
+These are functions of torch.nn.init, and of torch.distributed. From torch 2.12 on, those of torch.distributed call
+`__torch_function__` themselves.
 """
 
 from __future__ import annotations
@@ -70,7 +71,7 @@ def override_initializers(kinds: tuple[type, ...]) -> Callable[[], None]:
 
 
 def _overridable(function: Callable[..., Any], kinds: tuple[type, ...]) -> Callable[..., Any]:
-    """Return a wrapper of `function` that calls `__torch_function__` if an argument is a tensor of `kinds`."""
+    """Return a wrapper of `function` that calls `__torch_function__` if an argument is an instance of `kinds`."""
 
     @wraps(function)
     def overridable(*args: Any, **kwargs: Any) -> Any:

@@ -22,7 +22,7 @@ def join_neighbours(tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
     Returns:
         Tensors that together have the elements of `tensors` and share their memory: a 1-D view in place of each run of
         adjacent tensors of one dtype, and all other tensors unchanged. If no two of the first four tensors are
-        adjacent, or if a tensor is not contiguous, `tensors` itself.
+        adjacent, or if a tensor is not contiguous, the result is `tensors` itself.
     """
     # Return early if there is nothing to join. To find out quickly, look only at the first four tensors. A model's
     # parameters (or their gradients) usually begin with one or two embeddings, which may not be adjacent, followed by

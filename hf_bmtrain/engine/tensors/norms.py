@@ -48,9 +48,11 @@ class SegmentNorms:
         self._squares, self._measured = squares, version
 
     def __getitem__(self, index: int) -> torch.Tensor:
-        """Return the 2-norm, over all ranks, of the tensor with this index in the flat buffer; a new float32 scalar.
+        """Return the 2-norm over all ranks of one tensor of the flat buffer, as a new float32 scalar.
 
         Collective if the norms are not cached.
+
+        index: the tensor's index in the flat buffer.
         """
         return norms_of([self])[self][index]
 

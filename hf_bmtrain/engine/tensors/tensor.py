@@ -103,8 +103,8 @@ class ShardBase:
         """Set this tensor to a copy of `values`: a full tensor, a sharded tensor, or this rank's elements (n,).
 
         As in torch, other tensors that share this tensor's memory, such as earlier results of `.data` and `detach`,
-        keep the old values: they are moved to memory of their own first. If `values` shares this tensor's memory
-        already, nothing changes.
+        keep the old values: they are moved to separate memory first. If `values` shares this tensor's memory already,
+        nothing changes.
 
         Otherwise, unlike in torch, this tensor does not share memory with `values` afterwards, so a later write to
         `values` has no effect on it. The exception is an earlier result of this tensor's own `.data` or `detach`: after
@@ -205,8 +205,8 @@ class ShardBase:
     def settle(self) -> None:
         """Make the current stream wait for any asynchronous operation that still writes this rank's elements.
 
-        `part` and torch's functions call it before they access this rank's elements, so that users need not. Here it
-        does nothing. `DistributedParameter` overrides it, because an optimizer step may write parameters
+        `part` and torch's functions call it before they access this rank's elements, so that users need not. In this
+        base class, it does nothing. `DistributedParameter` overrides it, because an optimizer step may write parameters
         asynchronously.
         """
 
@@ -335,7 +335,7 @@ class ShardTensor(ShardBase, torch.Tensor):
         old = self.as_subclass(torch.Tensor).detach()
         new = old.clone()
         SET_DATA(self, new)
-        self.segment = None  # the norms of `segment` are those of the flat buffer's memory
+        self.segment = None  # it would return norms of the flat buffer, which this tensor has left
         if self.aliases is not None:
             self.aliases.move(old, new)
 
@@ -430,7 +430,10 @@ class CopySource:
         return shares_storage(view, self._copy)
 
     def agree(self, name: str) -> None:
-        """Overwrite every rank's full copy with the first rank's, after random numbers were drawn into a view of it.
+        """Overwrite the full copy of the sharded tensor with the first rank's copy, on every rank.
+
+        Called after a random function has written to a view of the copy, because the ranks may have drawn different
+        numbers.
 
         Collective: every rank must call it.
 
@@ -588,9 +591,9 @@ class _Call:
     # -- functions of this rank's elements ------------------------------------------------------------------------
 
     def _local(self, first: Any) -> Any:
-        """Call the torch function `func` on this rank's elements of `first`, its first argument.
+        """Apply the torch function of this call to this rank's elements, and return a sharded tensor.
 
-        Returns a sharded tensor.
+        first: the function's first argument, a sharded tensor.
         """
         first.settle()
         with WithoutTorchFunction():
@@ -604,7 +607,8 @@ class _Call:
     def _view(self, first: Any) -> Any:
         """Apply a function such as `view` to the sharded tensor `first`.
 
-        Returns a sharded tensor that shares the memory of `first`. Its full shape is the one that the function gives.
+        Returns a sharded tensor that shares the memory of `first`. Its full shape is the shape of the function's result
+        for the full tensor.
         """
         with WithoutTorchFunction():
             shape = self.func(*replace_tensors(_on_meta, self.args), **replace_tensors(_on_meta, self.kwargs)).shape
@@ -622,7 +626,7 @@ class _Call:
         """
         with WithoutTorchFunction():
             if self.in_place and self.full and first.requires_grad:
-                return self.func(*self.args, **self.kwargs)  # torch raises its error for in-place writes to leaves
+                return self.func(*self.args, **self.kwargs)  # torch raises its usual error for writes to leaves
             full = torch.empty(first.full_shape, dtype=first.dtype, device=first.device)
             full = self.func(full, *self.args[1:], **self.kwargs)
             if _hosts_store_copies():
@@ -637,7 +641,7 @@ class _Call:
             return first
 
     def _element_wise(self) -> Any:
-        """Apply the function of this call, which is element-wise, to this rank's elements. Return a sharded tensor.
+        """Apply the element-wise function of this call to this rank's elements. Return a sharded tensor.
 
         An in-place function returns its first argument instead, which may be a plain tensor. If the operands cannot be
         combined element by element on this rank (see `_operand`), the function is applied to full tensors, which are
@@ -658,9 +662,9 @@ class _Call:
             if self.in_place:
                 return self._write(written, args, kwargs)
             result = self.func(*args, **kwargs)
-            if result is NotImplemented:  # by `==` with an object that is not a number
+            if result is NotImplemented:  # `==` returns it for an object that is not a number
                 return result
-            if not isinstance(result, torch.Tensor):  # `where(condition)` returns indices
+            if not isinstance(result, torch.Tensor):  # for example of `where(condition)`, which returns indices
                 return self._on_full()
             if any(result is each for each in self.slices):  # `contiguous`, for example, may return its argument
                 return result
@@ -1069,11 +1073,11 @@ def _on_alike(func: Callable, name: str, args: tuple, kwargs: dict[str, Any]) ->
 
 
 def _same_dtype(value: Any, tensors: Sequence[torch.Tensor]) -> Any:
-    """Return the second operand of a function in _WITH_TENSOR, such as `torch._foreach_mul_`, in the tensors' dtype.
+    """Return the second operand of a function such as `torch._foreach_mul_` in the dtype of the tensors that it writes.
 
     For example, gradient clipping multiplies bfloat16 gradients by a float32 factor. On a GPU, torch would round the
-    factor to bfloat16 anyway. If the factor has the tensors' dtype, one kernel multiplies many tensors. Otherwise each
-    tensor takes a kernel of its own, at a quarter of the speed.
+    factor to bfloat16 anyway. If the factor has the tensors' dtype, one kernel multiplies many tensors. Otherwise,
+    torch launches one kernel per tensor, which is four times as slow.
 
     value: a number, or a tensor of one element. Anything but a floating-point tensor on a GPU is returned unchanged.
     tensors: the tensors that the function writes. If they differ in dtype, `value` is returned unchanged.
@@ -1119,7 +1123,7 @@ def _on_meta(value: Any) -> Any:
 def _alias(tensor: Any, part: torch.Tensor, placement: Placement) -> ShardTensor:
     """Return a new ShardTensor with the elements `part` and the given placement, registered as an alias of `tensor`.
 
-    `part` is in the memory of the sharded tensor `tensor`. `Aliases` says what the registration is for.
+    `part` is in the memory of the sharded tensor `tensor`. The class `Aliases` explains why aliases are registered.
     """
     made = ShardTensor.of(part, placement)
     Aliases.note(tensor, made)
@@ -1143,7 +1147,7 @@ def _operand(value: torch.Tensor, like: Any) -> torch.Tensor | None:
     if value.numel() == 1:
         if value.dim() < 2:
             return value
-        return value.reshape(1) if value.dim() <= len(shape) else None  # None: the result has more dimensions
+        return value.reshape(1) if value.dim() <= len(shape) else None  # None, because the result has more dimensions
     try:
         result = torch.broadcast_shapes(value.shape, shape)
     except RuntimeError:

@@ -127,10 +127,11 @@ class MemoryPlanner(Observer):
         return self._planned[model]
 
     def finish_backward(self) -> None:
-        """Store the measurements of the backward that is ending, and of the forwards before it, in `activations`.
+        """Store the memory measurements of the backward that is ending, and of the forwards before it.
 
-        The measurements include the peaks of allocated memory, and the size of each block's activations. `activations`
-        uses them when it next plans which blocks are recomputed.
+        The measurements include the peaks of allocated memory, and the size of each block's activations. They are
+        stored in `activations`, the plan for use_checkpoint="auto", which uses them when it next chooses which blocks
+        are recomputed.
         """
         self.activations.finish_backward()
 

@@ -168,7 +168,7 @@ class AutoCheckpoint(Recompute):
         return is_kept if self._keeps_attention(pending) else keep_nothing
 
     def _keeps_attention(self, pending: int) -> bool:
-        """Return whether the forward that is starting, which backward will recompute, keeps the outputs of attention.
+        """Return whether the forward that is starting keeps the outputs of attention until backward recomputes it.
 
         pending: the number of earlier forwards of the block that are waiting for their backward.
         """
@@ -335,7 +335,7 @@ class Activations:
 
     @property
     def has_measured(self) -> bool:
-        """True once a pass has measured blocks, even if they have been deleted since."""
+        """Whether the memory of any block has been measured so far, even if the block has been deleted since."""
         return bool(self._blocks)
 
     @property
@@ -364,7 +364,7 @@ class Activations:
             self._begin_pass(self._present())
 
     def begin_together(self, shapes: Shapes) -> None:
-        """Do what `begin_forward` does, and begin a measurement if the model's inputs on any rank have become larger.
+        """Do what `begin_forward` does. Also begin a measurement if the model's inputs on any rank have become larger.
 
         Called before each training forward of a model, instead of `begin_forward`, if the ranks decide together which
         blocks are recomputed (`together`). If the inputs on any rank are larger than those of all measured forwards,
@@ -382,7 +382,7 @@ class Activations:
             self.measure()
 
     def _begin_pass(self, blocks: list[AutoCheckpoint]) -> None:
-        """Begin a pass, which lasts until the end of the next backward: if needed, plan which blocks are recomputed.
+        """Begin a pass, which ends with the next backward. If necessary, plan which blocks are recomputed in this pass.
 
         While it is too early for the first plan, the memory that the pass takes is measured instead.
 

@@ -49,8 +49,7 @@ Place = tuple[int, str]
 
 
 class Replay:
-    """Makes recomputations of a layer's forward correct if the forward changes state (running means, counters, a
-    cache).
+    """Makes recomputations of a layer's forward correct if the forward changes state, such as running means.
 
     This class implements the interface `engine.blocks.recompute.Replay`. `record` saves the state before a forward.
     `restore` gives the layer this state again for the recomputation of that forward, and afterwards undoes the changes
@@ -99,8 +98,7 @@ class Replay:
         self._last: Callable[[], Buffers | None] = lambda: None
 
     def changes_buffers(self) -> bool | None:
-        """Return whether forwards change the layer's buffers, in the present mode (the `training` flags of all its
-        modules).
+        """Return whether forwards of the layer change its buffers, in the present mode (its `training` flags).
 
         A compiled block calls this before a forward that is to be recomputed. If the result is False, the block's
         compiled graph may contain the recomputation. Otherwise torch's checkpoint recomputes the forward inside
@@ -120,8 +118,7 @@ class Replay:
         return not self._exposed.isdisjoint(places) or any(observed[place] for place in places)
 
     def _present_attributes(self) -> Attributes:
-        """Return an Attributes object (a saved copy of the layer's attributes) that matches the layer's present
-        attributes.
+        """Return a saved copy of the layer's present attributes, as an Attributes object.
 
         If the attributes have not changed since the last call, this is the object that the last call returned.
         """

@@ -182,14 +182,18 @@ def is_sft(trainer: transformers.Trainer, inputs: Any) -> bool:
 
 
 def is_listed(inputs: Any) -> bool:
-    """Return whether a batch is not a dict but a list of rows, which the trainer converts to tensors (GRPOTrainer)."""
+    """Return whether a batch is a list of rows instead of a dict of tensors.
+
+    TRL's GRPOTrainer, for example, gets such batches, and converts them to tensors itself.
+    """
     return not isinstance(inputs, Mapping)
 
 
 def rows_in(inputs: Any) -> int | None:
-    """Return the number of rows of a batch: the length of a list, or the size of dimension 0 of a tensor in a dict.
+    """Return the number of rows of a batch, or None if it is unknown.
 
-    Returns None if it is unknown.
+    inputs: the batch. A list has one item per row. In a dict, the size of dimension 0 of a tensor is the number of
+    rows.
     """
     return len(inputs) if isinstance(inputs, (list, tuple)) else find_batch_size(inputs)
 

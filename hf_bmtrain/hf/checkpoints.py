@@ -111,7 +111,8 @@ class TrainerCheckpoints:
 
     @property
     def staged(self) -> Path | None:
-        """The folder of the checkpoint that is being saved, from `save` until `complete` or `withdraw`; otherwise None.
+        """The folder of the checkpoint that is being saved, from `save` to `complete` or `withdraw`. At other times
+        None.
         """
         return None if self._reference is None else Path(self._reference["folder"])
 

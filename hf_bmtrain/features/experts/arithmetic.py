@@ -64,7 +64,7 @@ def _operator(schema: str, fake: Callable[..., Any]) -> Callable[[Callable[..., 
 
     schema: the types of the operator's arguments and results, as torch.library.custom_op takes them.
     fake: a function with the same arguments. It returns tensors of the shapes and dtypes of the results, without
-    computing them, for the tracing by torch.compile.
+        computing them, for the tracing by torch.compile.
     """
 
     def decorate(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -243,7 +243,7 @@ def scales_of(bits: Tensor) -> Tensor:
 def transpose(values: Tensor) -> Tensor:
     """Return the transpose of `values` (R, C) float8_e4m3fn as a new contiguous tensor (C, R).
 
-    A layer calls it for a weight that was all-gathered in float8, because both factors of `product` must have the
+    A layer calls it for a weight that was all-gathered in float8, because both operands of `product` must have the
     summed dimension last. R and C may have any values. On a GPU, a CUDA kernel of this package transposes if `values`
     start at a multiple of 16 bytes, and R and C are multiples of ALIGNMENT. Otherwise torch transposes.
     """

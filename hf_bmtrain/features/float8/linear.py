@@ -245,7 +245,7 @@ def _factor(weight: Sequence[Tensor], turned: bool) -> Float8:
     """Return a weight as an operand of a float8 matrix product (`product`), with one scale per row.
 
     weight: a sequence of one tensor, the full weight in its own dtype; or a sequence of the three fields of a
-    GatheredFactor, which is a weight that was all-gathered in float8.
+        GatheredFactor, which is a weight that was all-gathered in float8.
     turned: whether to return the weight's transpose instead.
     """
     if len(weight) > 1:

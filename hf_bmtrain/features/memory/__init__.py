@@ -47,9 +47,8 @@ class MemoryPlanner(Observer):
     There is at most one planner per world. The schedule calls these methods of it:
 
     * `before_forward`: before each forward of a wrapped model.
-    * `finish_backward`: at the end of a backward in which memory was measured for use_checkpoint="auto". (The planner
-      then takes part in the backward, as blocks do.) If this backward raises an error, `abandon_backward` is called
-      instead, at a later occasion such as the next forward.
+    * `finish_backward`: at the end of a backward in which memory was measured for use_checkpoint="auto". If this
+      backward raises an error, `abandon_backward` is called instead, at a later occasion such as the next forward.
     * `end_backward`: at the end of each backward, after `finish_backward`.
 
     Args:

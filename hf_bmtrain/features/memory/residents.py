@@ -297,7 +297,7 @@ class Residents:
         hardly any computation to overlap with their all-gathers.
 
         units: groups of flat buffers with only frozen parameters: first, for each buffer of parameters outside blocks,
-        a group with this buffer; then, for each block in execution order, a group with the block's buffers.
+            a group with this buffer; then, for each block in execution order, a group with the block's buffers.
         room: the bytes that the chosen buffers may take in total.
         """
         numbers, left = [], room

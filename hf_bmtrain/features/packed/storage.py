@@ -296,7 +296,7 @@ def written(parameter: DistributedParameter | ShardTensor) -> RuntimeError:
 
 
 def _told(parameter: DistributedParameter | ShardTensor) -> str:
-    """Return how an error message should call a quantized parameter: by its shape and, if known, its name."""
+    """Return the description of a quantized parameter in error messages: its shape and, if known, its name."""
     origin = getattr(parameter, "origin", None)
     name = "" if origin is None else f" ('{origin.path}')"
     return f"A quantized parameter of shape {tuple(parameter.full_shape)}{name}"

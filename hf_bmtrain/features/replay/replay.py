@@ -164,8 +164,7 @@ class Replay:
             self._last = weakref.ref(buffers)
 
     def _copy_buffers(self, buffers: Buffers, attributes: Attributes, observed: dict[Place, bool]) -> set[Place]:
-        """Copy the buffers to which something may write in place between the start of the next forward and its
-        backward.
+        """Copy the buffers to which something may write in place before the backward of the next forward.
 
         The class documentation of `Replay` lists the cases. Returns the buffers that are new, that is, no earlier
         forward in this mode had them. New buffers are always copied.
@@ -193,7 +192,7 @@ class Replay:
 
         buffers: the buffers from before the forward, with the copies that `_copy_buffers` has made.
         observed: {buffer: whether forwards in the mode of this forward change it}, an entry of `self._observed`.
-        Updated.
+            Updated.
         new: the buffers that no earlier forward in this mode had, as `_copy_buffers` returned them.
         """
         written = buffers.written_since()
@@ -301,8 +300,9 @@ def _version(tensor: torch.Tensor) -> int:
 
 
 class Buffers:
-    """The buffers of a layer's modules, saved as references when this object is created. `copy` also saves values of
-    buffers.
+    """The buffers of a layer's modules, saved when this object is created, and copies of the values of some of them.
+
+    When the object is created, only references to the buffers are saved. `copy` saves values.
 
     Args:
         dicts: the attribute `_buffers` of each module.
@@ -346,8 +346,7 @@ class Buffers:
         return {place for place, tensor in self.places.items() if _version(tensor) != self._versions[id(tensor)]}
 
     def end_forward(self, written: set[Place]) -> None:
-        """Record that the forward has ended. From now on, `written_since` returns only buffers that are written to
-        later.
+        """Record that the forward has ended. Afterwards, `written_since` reports only writes after this call.
 
         written: the buffers to which the forward has written in place.
         """
@@ -355,8 +354,7 @@ class Buffers:
         self._versions = {id(tensor): _version(tensor) for tensor in self.places.values()}
 
     def show(self) -> Callable[[], None]:
-        """Put the saved buffers into the modules for a recomputation. Return a function that puts the present buffers
-        back.
+        """Put the saved buffers into the modules for a recomputation. Return a function that undoes this.
 
         A buffer that was written to since it was saved is not put back itself. If it was copied, the modules get a new
         tensor with the saved values instead. If it was not copied, they get a tensor that raises an error when it is
@@ -383,9 +381,7 @@ class Buffers:
 
     @torch.no_grad()
     def restore(self) -> None:
-        """Put the saved buffers back into the modules, and give them their saved values. All buffers must have been
-        copied.
-        """
+        """Put the saved buffers back into the modules, with their saved values. All buffers must have been copied."""
         for buffers, saved in zip(self.dicts, self._saved):
             if not _same_items(buffers, saved):
                 _fill(buffers, saved)
@@ -399,8 +395,7 @@ class Buffers:
 
 
 class _Lost(torch.Tensor):
-    """Replaces a buffer in a recomputation if the buffer's values have changed and were not copied. Its use raises an
-    error.
+    """Replaces a buffer in a recomputation if its values have changed and were not copied. Using it raises an error.
 
     Only functions that do not read its values, such as `shape` and `torch.zeros_like`, work as usual.
     """
@@ -469,8 +464,7 @@ class Snapshot:
 
     @classmethod
     def of(cls, model: torch.nn.Module, device: torch.device, arguments: Iterable[Any] = ()) -> Snapshot:
-        """Save the state of a model before a forward whose changes will be undone, such as a forward that only
-        measures.
+        """Save the state of a model before a forward whose changes will be undone, for example a measurement.
 
         The state consists of all buffers, with their values, and of attributes, containers and random generators. After
         the forward, the method `restore` of the returned snapshot undoes what the forward has changed.
@@ -570,7 +564,10 @@ class Contents:
         self._find(values)
 
     def _find(self, values: Iterable[Any]) -> None:
-        """Add the containers in `values`, and in their items, to `_copies`, and the generators to `generators`."""
+        """Find the mutable containers and the random generators in `values`, also nested ones, and store them.
+
+        The containers and their copies are stored in `_copies`, the generators in `generators`.
+        """
         for value in values:
             kind = type(value)
             if kind in ATOMS or kind is torch.Tensor:
@@ -824,7 +821,7 @@ class Hooks:
     def restore(self) -> Hooks:
         """Give the modules the saved hooks, and no others.
 
-        Returns a Hooks object with the hooks before this call. Its `restore` undoes this call.
+        Returns a Hooks object with the hooks that the modules had before this call. Its `restore` undoes this call.
         """
         present = Hooks(self._dicts)
         if present._copies != self._copies:

@@ -111,9 +111,7 @@ class TrainerCheckpoints:
 
     @property
     def staged(self) -> Path | None:
-        """The folder of the checkpoint that is being saved, from `save` to `complete` or `withdraw`. At other times
-        None.
-        """
+        """The folder of the checkpoint that is being saved: from `save` to `complete` or `withdraw`, otherwise None."""
         return None if self._reference is None else Path(self._reference["folder"])
 
     def save(self, step: int) -> None:

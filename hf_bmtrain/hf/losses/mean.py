@@ -122,9 +122,9 @@ def _averages(trainer: transformers.Trainer) -> bool:
 class _Forward:
     """Finds out whether a forward of a model computes a loss that is a mean, because it ignores `num_items_in_batch`.
 
-    A model can ignore this number of labels in three ways: its forward does not use it, does not pass it to
-    `loss_function`, or calls a `loss_function` that does not use it. For code of transformers, this follows from names
-    in the code. Other code is observed when it runs.
+    `num_items_in_batch` is the number of labels in all micro-batches on all ranks. A model ignores it if the forward
+    does not use it, does not pass it to `loss_function`, or calls a `loss_function` that does not use it. For code of
+    transformers, this is found out from the names in the code. Other code is observed when it runs.
 
     Args:
         model: the sharded model, after a call of `claim_hooks`.
@@ -210,7 +210,7 @@ class _ObservedFunction:
         )
 
     def is_for(self, trainer: transformers.Trainer) -> bool:
-        """Return whether this replaces a function of `trainer`, and not of another Trainer."""
+        """Return whether this object replaces the `compute_loss_func` of `trainer`, and not that of another Trainer."""
         return self._correct.trainer() is trainer
 
     def __call__(self, outputs: Any, labels: Any, num_items_in_batch: Any = None) -> Any:

@@ -193,7 +193,7 @@ def rows_in(inputs: Any) -> int | None:
     """Return the number of rows of a batch, or None if it is unknown.
 
     inputs: the batch. A list has one item per row. In a dict, the size of dimension 0 of a tensor is the number of
-    rows.
+        rows.
     """
     return len(inputs) if isinstance(inputs, (list, tuple)) else find_batch_size(inputs)
 
@@ -354,7 +354,7 @@ def _loss_of_rows(
     Collective: every rank must call it. Returns None if this loss cannot be computed.
 
     inputs: this rank's rows of the batch.
-    left: the number of rows on all ranks that are not repeated. These rows come first, in rank order.
+    left: the number of rows on all ranks that are not repeated. In rank order, they come before the repeated rows.
     """
     rows, shared = rows_in(inputs), ranks_per_row(trainer.model)  # `shared` ranks share each row
     mine = min(max(left - world.rank // shared * (rows or 0), 0), rows or 0)

@@ -86,9 +86,9 @@ class Speedometer(Observer):
     def read(self) -> dict[str, float]:
         """Return entries for Trainer's log: speeds since the last call, and the largest peak memory of any rank.
 
-        Collective: every rank must call it. The entries samples_per_second and tokens_per_second are totals of all
-        ranks, and model_tflops_per_device is a mean over ranks. tokens_per_second and model_tflops_per_device are left
-        out if they are unknown. peak_memory_gib is the memory. The host waits for the GPU, which may be steps behind.
+        Collective: every rank must call it. The entries are samples_per_second and tokens_per_second of all ranks
+        together, model_tflops_per_device, and peak_memory_gib. If tokens_per_second or model_tflops_per_device is
+        unknown, it is left out. The host waits for the GPU, which may be steps behind.
         """
         world = current_world()
         counts = [self._samples, self._tokens, self._flops]

@@ -78,8 +78,8 @@ class RecordedBlocks(Observer):
         """Tell torch that a step begins, so that it may overwrite the results of earlier graphs.
 
         Called before each training forward of a model and, because blocks may also be called outside a model, before
-        each call of a block's graph. The call does nothing inside a backward. It also does nothing if there was an
-        earlier call in the same forward of a model (or outside models) and no backward has ended in between.
+        each call of a block's graph. A call is ignored inside a backward. It is also ignored if there was an earlier
+        call in the same forward of a model (or outside models), and no backward has ended in between.
 
         torch must not overwrite results of earlier graphs that are still in use (referenced). If there are some, there
         are two cases:

@@ -497,10 +497,10 @@ class Snapshot:
     def show(self) -> Callable[[], None]:
         """Put the saved state into the modules for a recomputation, and return a function that undoes this afterwards.
 
-        `Replay.restore` calls this. The modules get new buffer tensors with the saved values. Their present buffers are
-        not overwritten (as `Snapshot.restore` would do), because autograd may have saved them for backward. The
-        returned function puts back the buffers, mode, attributes, items of containers, states of generators and forward
-        hooks that were present before this call.
+        `Replay.restore` calls this. In place of copied buffers that were written to since, the modules get new tensors
+        with the saved values. The present buffers are not overwritten (as `Snapshot.restore` would do), because
+        autograd may have saved them for backward. The returned function puts back the buffers, mode, attributes, items
+        of containers, states of generators and forward hooks that were present before this call.
         """
         undo_others = self._restore_others()
         try:
@@ -796,7 +796,7 @@ class Generators:
     def restore(self) -> Generators:
         """Set the generators back to the saved states.
 
-        Returns a Generators object with the states before this call. Its `restore` undoes this call.
+        Returns a Generators object with the states that they had before this call. Its `restore` undoes this call.
         """
         present = Generators(generator for generator, _ in self._states)
         for generator, state in self._states:

@@ -282,7 +282,7 @@ def _ignore_flattened(trainer: Any, inputs: Any, left: int, of_labels: bool) -> 
     Args:
         trainer: the Trainer that evaluates.
         inputs: this rank's batch, in which a collator has concatenated all rows.
-        left: the number of rows on all ranks that are not repeated. These rows come first, in rank order.
+        left: the number of rows on all ranks that are not repeated. In rank order, they come before the repeated rows.
         of_labels: whether the caller averages the loss over the labels of all ranks. Otherwise Trainer itself does so
             if transformers' own methods compute the loss, `trainer.model_accepts_loss_kwargs` is True, and the argument
             `average_tokens_across_devices` is set.

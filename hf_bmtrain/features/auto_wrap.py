@@ -35,7 +35,7 @@ from .tensor_parallel.plan import TensorParallel
 
 
 def extensions_of(options: Options) -> list[Extension]:
-    """Return the Extensions, one for each feature that takes part in wrapping, in the order in which they are applied.
+    """Return the Extension objects with which `auto_wrap` applies its features to a model, in the order of application.
 
     `wrap`, the function that shards a model, calls the methods of these objects at fixed points.
 

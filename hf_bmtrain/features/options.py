@@ -1,4 +1,4 @@
-"""`Options`: the arguments of `auto_wrap` that the features read, and the check that later calls do not change them."""
+"""The options of `auto_wrap` (class `Options`), and a check that later calls do not change them (`FirstOptions`)."""
 
 from __future__ import annotations
 
@@ -150,7 +150,10 @@ class FirstOptions(Extension):
 
 
 def _differ(name: str, *values: Any) -> bool:
-    """Return whether two values of the option `name` have different effects. Synonyms of True are equal to True."""
+    """Return whether two values of the option `name` have different effects.
+
+    For example, compile=True and compile="inductor" do not: "inductor" is a synonym of True.
+    """
     first, second = (True if (name, value) in _SYNONYMS else value for value in values)
     return first != second
 
@@ -165,12 +168,15 @@ def check_use_checkpoint(use_checkpoint: object) -> None:
 
 
 def words_of(choice: Any) -> list[str]:
-    """Return the strings in `choice`, the type of an argument that is a bool or one of several strings."""
+    """Return the strings that `choice` allows, a type such as `bool | Literal["attention", "auto"]`."""
     return [word for part in get_args(choice) for word in get_args(part)]
 
 
 def _check_choice(name: str, value: object, choice: Any) -> None:
-    """Raise ValueError if `value`, passed for the argument `name`, is not among the values of the type `choice`."""
+    """Raise ValueError unless `value` is a bool, or one of the strings that the type `choice` allows.
+
+    name: the name of the argument with this value, for the message.
+    """
     words = words_of(choice)
     if not isinstance(value, bool) and not (isinstance(value, str) and value in words):
         *first, last = map(repr, (True, False, *words))

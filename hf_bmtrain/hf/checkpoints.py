@@ -67,10 +67,10 @@ def allow_references() -> None:
 
 
 class _Reference(dict):
-    """The dict in `optimizer.pt` that stands for the optimizer state: the "id" and the "folder" of a checkpoint.
+    """The dict that `optimizer.pt` contains in place of the optimizer state: the "id" and "folder" of a checkpoint.
 
-    It is pickled as a call of `optimizer_state_needs_BMTrainCallback`. A program without BMTrainCallback, in which
-    `torch.load` refuses to make this call, thus gets an error with this name.
+    It is pickled as a call of `optimizer_state_needs_BMTrainCallback`. In a program without BMTrainCallback,
+    `torch.load` refuses to make this call, and its error contains the name of the function.
     """
 
     def __reduce__(self):
@@ -111,7 +111,7 @@ class TrainerCheckpoints:
 
     @property
     def staged(self) -> Path | None:
-        """The folder that `save` has written, until `complete` or `withdraw` is called; otherwise None."""
+        """The folder of the checkpoint that is being saved: from `save` to `complete` or `withdraw`, otherwise None."""
         return None if self._reference is None else Path(self._reference["folder"])
 
     def save(self, step: int) -> None:
@@ -510,10 +510,11 @@ def _set_earlier_aside(folder: Path) -> None:
 
 
 def _settle_earlier(folder: Path) -> None:
-    """Decide which checkpoint of a step remains, if `_set_earlier_aside` has renamed an earlier one.
+    """Delete an earlier checkpoint that `_set_earlier_aside` has renamed, or give it its own name again.
 
-    If the new checkpoint, `folder`, is complete, delete the earlier one. If the new one does not exist, give the
-    earlier one its own name again. If the new one is incomplete, change nothing. Errors are logged.
+    It is deleted if the new checkpoint of the same step, `folder`, is complete. It gets its own name again if `folder`
+    does not exist. If `folder` is incomplete, or no earlier checkpoint was renamed, nothing is changed. Errors are
+    logged.
     """
     earlier = folder.with_name(_EARLIER + folder.name)
     if not earlier.exists():

@@ -86,9 +86,9 @@ class Speedometer(Observer):
     def read(self) -> dict[str, float]:
         """Return entries for Trainer's log: speeds since the last call, and the largest peak memory of any rank.
 
-        Collective: every rank must call it. The speeds are samples_per_second and tokens_per_second of all ranks
-        together, and model_tflops_per_device; the last two are left out if they are unknown. The memory is
-        peak_memory_gib. The host waits for the GPU, which may be steps behind.
+        Collective: every rank must call it. The entries are samples_per_second and tokens_per_second of all ranks
+        together, model_tflops_per_device, and peak_memory_gib. If tokens_per_second or model_tflops_per_device is
+        unknown, it is left out. The host waits for the GPU, which may be steps behind.
         """
         world = current_world()
         counts = [self._samples, self._tokens, self._flops]
@@ -109,7 +109,7 @@ class Speedometer(Observer):
 
 
 def _flops_a_token(model: Any) -> tuple[float, float]:
-    """Return (FLOPs per token of the weights, FLOPs per token of the attention divided by the sequence length).
+    """Return (a, b): a token in a sequence of T tokens takes a FLOPs for the weights, and b · T FLOPs for attention.
 
     Both numbers are 0 if they are unknown for this kind of model.
     """
@@ -211,7 +211,7 @@ class ParameterCount:
 
 
 def _numel(parameter: torch.nn.Parameter) -> int:
-    """Return the number of elements of a parameter before tensor parallelism split it."""
+    """Return the number of elements of a full parameter. If tensor parallelism has split it, all its parts count."""
     if not isinstance(parameter, DistributedParameter):
         return parameter.numel()
     return parameter.buffer.storage.whole_shape(parameter.index).numel()

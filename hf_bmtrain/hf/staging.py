@@ -88,7 +88,7 @@ class StagedWeights:
         return self._versions is not None and self._versions == self._present()
 
     def _present(self) -> list[int | None]:
-        """Return torch's counter of writes (`version`) for each flat buffer of the model, to find out what has changed.
+        """Return torch's counter of writes (`version`) of each flat buffer of the model, to detect later writes.
 
         The list also contains None for each parameter that is not sharded, because it was added after `auto_wrap`.
         """

@@ -21,7 +21,7 @@ class UndividedBatches(Observer):
     """Compares the first training batch across the ranks, and logs a warning if all ranks have the same one.
 
     A subclass of Trainer whose `get_train_dataloader` returns a plain DataLoader trains every rank on the same rows.
-    Several ranks then compute the same as one, and no error shows it.
+    Several ranks then compute the same as one rank would, and no error is raised.
 
     The batches are compared in the first training forward of the model, by a collective. They are not compared if there
     is only one rank, or if all ranks share each row (`sequence_parallel`, `tp_size`) and so must have the same batch.

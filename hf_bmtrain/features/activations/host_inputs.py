@@ -66,13 +66,13 @@ class HostInputs:
         return torch.autograd.graph.saved_tensors_hooks(inputs.pack, _unpack)
 
     def before(self, inputs: _Inputs) -> _Inputs | None:
-        """Return the inputs of the block whose forward ran just before the forward of `inputs`, or None for the first.
+        """Return the inputs that backward needs after `inputs`, or None if `inputs` are the last that it needs.
 
-        Backward runs the blocks in reverse order, so it needs the returned inputs after `inputs`. The caller copies
-        them back to the device ahead of time. Inputs that no longer exist, for example because their backward has
-        ended, are skipped.
+        Backward runs the blocks in reverse order. So the result contains the inputs of the block whose forward ran just
+        before the forward that saved `inputs`. The caller copies them back to the device ahead of time. Inputs that no
+        longer exist, for example because their backward has ended, are skipped.
 
-        inputs: the inputs of one forward of a block.
+        inputs: the saved inputs of one forward of a block.
         """
         found = None
         for each in (reference() for reference in self._saved):
@@ -98,7 +98,7 @@ class HostInputs:
         return copy, memory, self.queue([(copy, tensor)])
 
     def _memory(self, nbytes: int) -> torch.Tensor:
-        """Return `nbytes` or more of host memory: the smallest free piece that is large enough, or new memory.
+        """Return host memory of at least `nbytes` bytes: the smallest free piece that is large enough, or a new piece.
 
         If there are free pieces but none is large enough, the largest of them is released before new memory is
         allocated. So the number of pieces does not grow.
@@ -153,7 +153,10 @@ class _Saved:
         self.version: int | None = tensor._version  # None if `tensor` was copied back from the host
 
     def check_unwritten(self) -> None:
-        """Raise RuntimeError if the tensor that the forward saved has been modified in place since then."""
+        """Raise RuntimeError if user code has modified the saved input tensor in place since the block's forward.
+
+        Does nothing if the tensor is not on the device, or was copied back from the host.
+        """
         if self.tensor is not None and self.version not in (None, self.tensor._version):
             raise RuntimeError(
                 "The input of a sharded block was modified in place after the block's forward, but backward needs it. "
@@ -211,7 +214,7 @@ class _Inputs:
             self._event = self._store.queue(copies)
 
     def take(self, saved: _Saved) -> torch.Tensor:
-        """Return the tensor of `saved` on the device. Autograd calls this when the block's backward reads the tensor.
+        """Return the input tensor of `saved` on the device. Autograd calls this when it needs the tensor in backward.
 
         Also queues the copies of the preceding block's inputs to the device, because backward needs them next. Raises
         RuntimeError if user code has modified the tensor in place since the forward.

@@ -77,13 +77,14 @@ class RecordedBlocks(Observer):
         """Tell torch that a step begins, so that it may overwrite the results of earlier graphs.
 
         Called before each training forward of a model and, because blocks may also be called outside a model, before
-        each call of a block's graph. Two kinds of calls are ignored: calls inside a backward, and repeated calls in the
-        same forward of a model (or outside models) without a backward in between.
+        each call of a block's graph. A call is ignored inside a backward. It is also ignored if there was an earlier
+        call in the same forward of a model (or outside models), and no backward has ended in between.
 
-        If results of earlier graphs are still in use (referenced), torch must not overwrite them. There are two cases:
+        torch must not overwrite results of earlier graphs that are still in use (referenced). If there are some, there
+        are two cases:
 
-        * A backward may still need the results: a block waits for its backward, or no backward has ended since the
-          last call that was not ignored. Then torch is not told that a step begins, and keeps the results.
+        * A backward may still need them: a block waits for its backward, or no backward has ended since the last call
+          that was not ignored. Then torch is not told that a step begins, and keeps the results.
         * Otherwise the program has kept the results longer than training needs them, and RuntimeError is raised.
 
         Raises:

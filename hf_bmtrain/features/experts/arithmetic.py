@@ -58,7 +58,7 @@ def variant(rows: torch.dtype, out: torch.dtype, weighted: bool) -> Variant:
 
 
 def _operator(schema: str, fake: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Return a decorator that makes a function a custom operator in compiled code. Other code calls it directly.
+    """Return a decorator that makes a function a custom operator in compiled code. Other code still calls the function.
 
     torch.compile does not trace into a custom operator.
 
@@ -146,8 +146,9 @@ def sum_rows_backward(dout: Tensor, rows: Tensor, weights: Tensor, order: Tensor
 def silu_gate(x: Tensor) -> Tensor:
     """Return silu(gate) * up (SwiGLU). In each row of `x`, the first half is gate, and the second half is up.
 
-    This is the activation between the two products of an expert. On a GPU, a CUDA kernel computes it. In compiled code
-    and on the CPU, torch's operators do: Inductor makes a kernel of them that is as fast as the CUDA kernel.
+    This is the activation between the two matrix products of an expert. On a GPU, a CUDA kernel computes it. In
+    compiled code and on the CPU, torch's operators are used instead. Inductor compiles them to a kernel that is as fast
+    as the CUDA kernel.
 
     Args:
         x: (rows, 2 * width).

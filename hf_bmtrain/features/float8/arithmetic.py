@@ -144,9 +144,9 @@ def quantize_full(weight: Tensor) -> Float8:
 def quantize_transposed(weight: Tensor) -> Float8:
     """Quantize `weight` (N, K) to float8 with one scale for all elements, and return its transpose, (K, N).
 
-    The result's `scales`, (K, 1), contain the scale K times. A layer needs a weight and its transpose, one in forward
-    and the other in backward, because both factors of `product` must have the summed dimension last. The CUDA kernel
-    that quantizes also transposes, without an intermediate matrix.
+    A layer needs a weight in forward, and its transpose in backward, or the other way round: both operands of `product`
+    must have the summed dimension last. The result's `scales`, (K, 1), contain the scale K times, because `product`
+    takes one scale per row. The CUDA kernel that quantizes also transposes, without an intermediate matrix.
     """
     expect("weight", weight, C_NAMES, (len(weight), weight.shape[-1]), weight.device)
     if not _by_kernels(weight):
@@ -243,7 +243,7 @@ def scales_of(bits: Tensor) -> Tensor:
 def transpose(values: Tensor) -> Tensor:
     """Return the transpose of `values` (R, C) float8_e4m3fn as a new contiguous tensor (C, R).
 
-    A layer calls it for a weight that was all-gathered in float8, because both factors of `product` must have the
+    A layer calls it for a weight that was all-gathered in float8, because both operands of `product` must have the
     summed dimension last. R and C may have any values. On a GPU, a CUDA kernel of this package transposes if `values`
     start at a multiple of 16 bytes, and R and C are multiples of ALIGNMENT. Otherwise torch transposes.
     """
@@ -323,7 +323,10 @@ def _empty_both(x: Tensor) -> tuple[Float8, Float8]:
 
 
 def _tiles(x: Tensor, parts: int) -> int:
-    """Return how many tiles cover the matrix x. A tile has `parts` * 16 bytes of each of _TILE rows."""
+    """Return how many tiles cover the matrix x. One CUDA thread block processes a tile.
+
+    A tile has _TILE rows, and `parts` * 16 bytes of each row.
+    """
     return -(-len(x) // _TILE) * -(-x.shape[1] * x.element_size() // (16 * parts))
 
 

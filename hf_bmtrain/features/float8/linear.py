@@ -118,7 +118,11 @@ class Float8State:
     index: int = 0
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Float8State:
-        """Return the state of a layer of a model's copy, whose weights are full: nothing of the sharded model."""
+        """Return the state for a copy of the layer in a deep copy of the model.
+
+        The copy has full weights, so its state refers to nothing of the sharded model. Only the layer's settings are
+        copied.
+        """
         return Float8State(self.transposed, copy.deepcopy(self.inputs, memo), self.active)
 
     def gathered(self, weight: Tensor) -> GatheredFactor | None:
@@ -238,7 +242,7 @@ class _Product(torch.autograd.Function):
 
 
 def _factor(weight: Sequence[Tensor], turned: bool) -> Float8:
-    """Return a weight as a factor of a float8 product, with one scale per row.
+    """Return a weight as an operand of a float8 matrix product (`product`), with one scale per row.
 
     weight: a sequence of one tensor, the full weight in its own dtype; or a sequence of the three fields of a
         GatheredFactor, which is a weight that was all-gathered in float8.

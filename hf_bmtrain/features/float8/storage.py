@@ -39,7 +39,7 @@ class GatheredFactor(NamedTuple):
     column_scales: torch.Tensor
 
     def factor(self, turned: bool) -> Float8:
-        """Return the weight as a factor of a float8 product, with its scale repeated for each row.
+        """Return the weight as an operand of a float8 matrix product, with its scale repeated for each row.
 
         turned: whether to return a copy of the weight's transpose instead.
         """
@@ -112,9 +112,10 @@ class Float8Kind(StorageKind):
     def takes(self, small: Sequence[torch.nn.Parameter], own: Sequence[torch.nn.Parameter]) -> bool:
         """Return whether the norms and biases `small` are small enough to share the flat buffer of the weights `own`.
 
-        Called when a block is sharded. In a shared buffer, the norms and biases need no all-gather of their own, but
-        each of their bytes takes as much space as one element of a weight. So for each byte of `small`, `own` must have
-        at least LEAST_WEIGHTS (32) elements. The result does not depend on the number of ranks.
+        Called when a block is sharded. In a shared buffer, the norms and biases need no all-gather of their own. But
+        the all-gather sends one byte for each element of the buffer, and `small` are not rounded to float8. So the
+        buffer reserves one element for each byte of `small`. The result is True if `own` have at least LEAST_WEIGHTS
+        (32) elements for each byte of `small`. It does not depend on the number of ranks.
 
         Args:
             small: full parameters, in any dtype.

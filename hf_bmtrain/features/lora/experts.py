@@ -130,7 +130,7 @@ def _factors_of(wrapper: Any) -> Factors | str:
 
 
 def _log_once(reason: str, wrapper: Any) -> None:
-    """Log on rank 0 why `wrapper` runs PEFT's own forward. Each reason is logged once."""
+    """Log on rank 0 why `wrapper`, around a stack of experts, runs PEFT's own forward. Each reason is logged once."""
     name = getattr(wrapper, "_bmt_name", "")  # set only on rank 0, so other ranks do not log
     if name and reason not in _logged:
         _logged.add(reason)

@@ -133,9 +133,13 @@ Found = tuple[torch.dtype, tuple[Adapter, ...], list[Tensor]]
 def _adapters_of(layer: Any, x: Tensor) -> Found | str:
     """Return the values that the fused forward of a LoRA layer needs, or a string if PEFT's own forward must run.
 
-    The values are (the dtype in which the fused forward computes, a tuple with the settings of each active adapter, a
-    list of the adapters' matrices A₁, B₁, A₂, B₂ and so on). The string is the reason, which the caller logs, or "" if
-    nothing is to be logged.
+    The values are a tuple of three:
+
+    * the dtype in which the fused forward computes,
+    * a tuple with the settings (`Adapter`) of each active adapter,
+    * a list of the adapters' matrices: A₁, B₁, A₂, B₂ and so on.
+
+    The string is the reason, which the caller logs, or "" if nothing is to be logged.
 
     layer: the LoRA layer.
     x: the input of its forward.
@@ -205,7 +209,7 @@ def _adapters_of(layer: Any, x: Tensor) -> Found | str:
 
 
 def _log_once(reason: str, layer: Any) -> None:
-    """Log on rank 0 why `layer` runs PEFT's own forward. Each reason is logged once."""
+    """Log on rank 0 why the LoRA layer `layer` runs PEFT's own forward. Each reason is logged once."""
     if reason not in _logged:
         _logged.add(reason)
         name = getattr(layer, "_bmt_name", "")  # set only on rank 0, so other ranks do not log

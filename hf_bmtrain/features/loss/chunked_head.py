@@ -103,7 +103,7 @@ def _chunked_class(cls: Any) -> type:
 
 
 def _unless_born(operation: Any) -> Any:
-    """Decorator of a method of UnbornLogits: once the full logits have been computed, call their method instead."""
+    """Decorator of a method of UnbornLogits. It calls the full logits' method instead, once they have been computed."""
 
     @functools.wraps(operation)
     def act(self, *args, **kwargs):
@@ -142,23 +142,29 @@ class UnbornLogits:
         self._shared = False  # whether other placeholders represent logits that would share memory with these
 
     def _view(self, hidden: torch.Tensor) -> UnbornLogits:
-        """Return a placeholder for a view of these logits. hidden: the hidden states of the rows in this view."""
+        """Return a placeholder for a view of the logits that this placeholder represents.
+
+        Both are marked as sharing memory, because a change in place of the full logits would also change the view.
+
+        hidden: the hidden states of the rows in the view.
+        """
         view = self._but(hidden=hidden)
         self._shared = view._shared = True
         return view
 
     def _but(self, **changes) -> UnbornLogits:
-        """Return a copy of this placeholder with the given values of `hidden`, `scale`, `cap` or `dtype`."""
+        """Return a copy of this placeholder, with the given values of `hidden`, `scale`, `cap` or `dtype`."""
         values = {"hidden": self._hidden, "scale": self._scale, "cap": self._cap, "dtype": self.dtype} | changes
         return UnbornLogits(self._head, self._linear, **values)
 
     def _born(self, asked: str) -> torch.Tensor:
-        """Return the full logits, because the model applies an operation that the placeholder does not support.
+        """Return the full logits, and compute them first if necessary.
 
-        Raises NotImplementedError if the operation modifies the logits in place and another placeholder represents
-        logits in the same memory (see `_view`). These other logits should change too, but would not.
+        Called when the model applies an operation that the placeholder does not support. Raises NotImplementedError if
+        this operation modifies the logits in place, and another placeholder represents logits in the same memory (see
+        `_view`). These other logits should change too, but would not.
 
-        asked: the name of this operation. It is logged only the first time that full logits are computed.
+        asked: the name of the operation. It is logged only the first time that full logits are computed.
         """
         in_place = asked in _IN_PLACE or (asked.endswith("_") and not asked.endswith("__"))
         if in_place and self._shared:
@@ -224,7 +230,7 @@ class UnbornLogits:
     def _is_usual_loss(self, args: tuple, kwargs: dict) -> bool:
         """Return whether the loss of this call of F.cross_entropy can be computed in chunks.
 
-        It can for logits (N, V) and class indices (N,), without deprecated arguments.
+        This is possible for logits of shape (N, V) and class indices of shape (N,), without deprecated arguments.
 
         args, kwargs: the arguments of F.cross_entropy. The first one is this placeholder.
         """
@@ -349,7 +355,10 @@ for _name in _OPERATORS.split():
 
 
 def _why_not(model: torch.nn.Module, head: Any) -> str | None:
-    """Return the reason why the loss of `model` cannot be fused, or None if it can. head: its output layer, or None."""
+    """Return the reason why the loss of `model` cannot be fused, or None if it can be.
+
+    head: the model's output layer, or None if it has none.
+    """
     parameters = inspect.signature(model.forward).parameters.values()
     if not any(p.name == "labels" or p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters):
         return "its forward takes no labels"
@@ -368,11 +377,11 @@ def _why_not(model: torch.nn.Module, head: Any) -> str | None:
 
 
 def _convert(head: Any) -> None:
-    """Make a model's output layer a ChunkedHead, unless it is one already.
+    """Make a model's output layer a ChunkedHead, which can compute the loss in chunks. Do nothing if it is one already.
 
-    A sharded layer gets the same class as if it had been converted first and sharded afterwards: the sharded class
-    extends the ChunkedHead. Deep copies and pickles lose only the sharded class (see `own_class`), so they are
-    ChunkedHeads, too.
+    A sharded layer gets the same class as if it had been converted first and sharded afterwards: the class of sharded
+    modules extends the ChunkedHead. Deep copies and pickles lose only the class of sharded modules (see `own_class`),
+    so they are ChunkedHeads, too.
     """
     if isinstance(head, DistributedModule) and not isinstance(head, ChunkedHead):
         schedule = head._schedule

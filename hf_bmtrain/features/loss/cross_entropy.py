@@ -229,7 +229,7 @@ class CrossEntropy:
         return gradient
 
     def plan(self, logits: Tensor) -> Plan:
-        """Return the Plan by which the kernels assign the rows of `logits` to thread blocks of its GPU."""
+        """Return how a kernel divides the rows of `logits` among the GPU's thread blocks, as a Plan."""
         clusters = torch.cuda.get_device_capability(logits.device)[0] >= 9
         return plan(logits.shape[1] * logits.element_size(), clusters, shared_memory_limit(logits.device))
 

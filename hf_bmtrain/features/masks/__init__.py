@@ -94,7 +94,7 @@ def _reads_wait(device: torch.device) -> bool:
 class _Forward:
     """The hooks of one transformers model. During its forward, `_preprocess` replaces the function that prepares masks.
 
-    original: this function of transformers, `_preprocess_mask_arguments`.
+    original: transformers' own function that prepares masks, `_preprocess_mask_arguments`.
     """
 
     def __init__(self, original: Callable[..., Any]) -> None:
@@ -121,7 +121,7 @@ class _Forward:
         setattr(masking, _FUNCTION, functools.partial(_preprocess, self._original, weakref.ref(module), counts))
 
     def end(self, module: Any, args: tuple, output: Any) -> None:
-        """Undo the replacement by `begin`. Hook after the model's forward, also after one that raised an error."""
+        """Forward hook: undo the replacement that `begin` has made, also after a forward that raised an error."""
         if self._replaced:  # empty if `begin` replaced nothing: the forward was traced, or an earlier hook raised
             setattr(_masking(), _FUNCTION, self._valid(self._replaced.pop()))
 
@@ -172,9 +172,10 @@ def _is_running(model: Any) -> bool:
 
 
 def _preprocess(original: Callable[..., Any], model: Callable[[], Any], counts: bool, *args: Any, **kwargs: Any) -> Any:
-    """Call `original`, but hide the positions or the mask from transformers if it need not read them.
+    """Call transformers' function that prepares attention masks, so that it reads no tensor on the GPU without need.
 
-    This function replaces `original` in transformers while a forward runs.
+    This function replaces `original` in transformers while a forward runs. If the positions need not be read, it passes
+    None instead of them. If the mask need not be read, it returns None instead of the mask.
 
     Args:
         original: transformers' own function, `_preprocess_mask_arguments`. If the mask is None, it reads the positions
@@ -182,7 +183,7 @@ def _preprocess(original: Callable[..., Any], model: Callable[[], Any], counts: 
             sequence (None if sequences are not packed), and sizes. If the returned mask is neither ready nor None,
             transformers reads this mask afterwards.
         model: a weak reference to the model whose forward runs.
-        counts: whether this forward counts positions itself.
+        counts: whether this forward makes the positions itself, by counting 0, 1, 2 and so on.
         *args: the arguments of `original`.
         **kwargs: the keyword arguments of `original`.
     """

@@ -47,9 +47,8 @@ class MemoryPlanner(Observer):
     There is at most one planner per world. The schedule calls these methods of it:
 
     * `before_forward`: before each forward of a wrapped model.
-    * `finish_backward`: at the end of a backward in which memory was measured for use_checkpoint="auto". (The planner
-      then takes part in the backward, as blocks do.) If this backward raises an error, `abandon_backward` is called
-      instead, at a later occasion such as the next forward.
+    * `finish_backward`: at the end of a backward in which memory was measured for use_checkpoint="auto". If this
+      backward raises an error, `abandon_backward` is called instead, at a later occasion such as the next forward.
     * `end_backward`: at the end of each backward, after `finish_backward`.
 
     Args:
@@ -127,10 +126,11 @@ class MemoryPlanner(Observer):
         return self._planned[model]
 
     def finish_backward(self) -> None:
-        """Store the measurements of the backward that is ending, and of the forwards before it, in `activations`.
+        """Store the memory measurements of the backward that is ending, and of the forwards before it.
 
-        The measurements include the peaks of allocated memory, and the size of each block's activations. `activations`
-        uses them when it next plans which blocks are recomputed.
+        The measurements include the peaks of allocated memory, and the size of each block's activations. They are
+        stored in `activations`, the plan for use_checkpoint="auto", which uses them when it next chooses which blocks
+        are recomputed.
         """
         self.activations.finish_backward()
 

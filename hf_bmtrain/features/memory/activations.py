@@ -168,7 +168,7 @@ class AutoCheckpoint(Recompute):
         return is_kept if self._keeps_attention(pending) else keep_nothing
 
     def _keeps_attention(self, pending: int) -> bool:
-        """Return whether the forward that is starting, which backward will recompute, keeps the outputs of attention.
+        """Return whether the forward that is starting keeps the outputs of attention until backward recomputes it.
 
         pending: the number of earlier forwards of the block that are waiting for their backward.
         """
@@ -233,11 +233,11 @@ class AutoCheckpoint(Recompute):
         self.activations.add(self, Measurement(shapes, saved.nbytes, pending + 1, meter.nbytes, watch, meter))
 
     def learn(self, measurement: Measurement) -> None:
-        """Store the measurement of one forward of the block for the next plan.
+        """Store the measurement of one forward of the block, for the next plan of which blocks are recomputed.
 
-        Called at the end of the backward that follows the forward. Updates the maxima over all measured forwards: of
-        the bytes of the block's activations, of the bytes of its outputs of attention, and of the number of forwards
-        that wait for their backward (`calls`). Also updates the inputs for which the plan is valid.
+        Called at the end of the backward that follows the forward. Updates three maxima over all measured forwards: the
+        bytes of the block's activations, the bytes of its outputs of attention, and the number of forwards that wait
+        for their backward (`calls`). Also updates the inputs for which the plan is valid.
         """
         self._most, self.calls = max(self._most, measurement.nbytes), max(self.calls, measurement.calls)
         self._attention, self._measured = max(self._attention, measurement.attention), measurement
@@ -335,7 +335,7 @@ class Activations:
 
     @property
     def has_measured(self) -> bool:
-        """True once a pass has measured blocks, even if they have been deleted since."""
+        """Whether the memory of any block has been measured so far, even if the block has been deleted since."""
         return bool(self._blocks)
 
     @property
@@ -364,7 +364,7 @@ class Activations:
             self._begin_pass(self._present())
 
     def begin_together(self, shapes: Shapes) -> None:
-        """Do what `begin_forward` does, and begin a measurement if the model's inputs on any rank have become larger.
+        """Do what `begin_forward` does. Also begin a measurement if the model's inputs on any rank have become larger.
 
         Called before each training forward of a model, instead of `begin_forward`, if the ranks decide together which
         blocks are recomputed (`together`). If the inputs on any rank are larger than those of all measured forwards,
@@ -382,7 +382,7 @@ class Activations:
             self.measure()
 
     def _begin_pass(self, blocks: list[AutoCheckpoint]) -> None:
-        """Begin a pass, which lasts until the end of the next backward: if needed, plan which blocks are recomputed.
+        """Begin a pass, which ends with the next backward. If necessary, plan which blocks are recomputed in this pass.
 
         While it is too early for the first plan, the memory that the pass takes is measured instead.
 
@@ -407,17 +407,18 @@ class Activations:
     def measure(self) -> None:
         """Begin a measurement: until the end of the next backward, recompute every block and measure peaks of memory.
 
-        Called in a training forward for which there is no plan yet, or whose inputs are larger than all measured ones.
-        The call itself is not collective.
+        Called in a training forward if there is no plan yet of which blocks to recompute, or if the inputs are larger
+        than all measured ones. The call itself is not collective.
         """
         if not self.measuring:
             self.measuring, self._stale, self._recomputed = True, True, False
             self._meter.memory.reset_peak()
 
     def add(self, block: AutoCheckpoint, measurement: Measurement) -> None:
-        """Keep the measurement of a block's forward until the next backward ends.
+        """Keep the measurement of a block's forward until the end of the next backward.
 
-        `finish_backward` then passes it to `block` (`AutoCheckpoint.learn`). The next plan uses it.
+        `finish_backward` then passes it to `block` (`AutoCheckpoint.learn`), for the next plan of which blocks are
+        recomputed.
 
         Args:
             block: the policy of the block whose forward was measured.
@@ -460,9 +461,9 @@ class Activations:
         self._meter.memory.reset_peak()
 
     def finish_backward(self) -> None:
-        """Store the measurements of this backward, and of the forwards before it, for the next plan.
+        """Store the memory measurements of this backward, and of the forwards before it.
 
-        Called at the end of the backward.
+        The next plan of which blocks are recomputed uses them. Called at the end of the backward.
         """
         self._take_peak(recomputed=False)
         known = self._present()
@@ -494,7 +495,7 @@ class Activations:
         return self._meter.memory.usable() - self._meter.began
 
     def _reading(self, stepped: bool, free: int, blocks: Sequence[AutoCheckpoint]) -> Reading:
-        """Return this rank's measurements. The ranks combine their measurements, and plan with the result.
+        """Return this rank's memory measurements, from which the ranks plan together which blocks are recomputed.
 
         The `rooms` of the returned Reading are the bytes of activations that can be kept at the forward's peak and at
         the backward's peak. Each number is `free` minus the bytes of the buffers that keep_frozen="auto" keeps

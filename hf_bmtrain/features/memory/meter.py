@@ -143,7 +143,8 @@ class MeasuredInputs:
 
         Args:
             shapes: the shapes of the forward's inputs, from `shapes_of`.
-            number: how many forwards ran between the last backward and this forward. Their activations are in memory.
+            number: how many other forwards had run since the last backward. Their activations were in memory, too,
+                during the measurement.
         """
         kept = [each for each in self._measured if each[0] > number or not _is_within(each[1], shapes)]
         self._measured = [*kept, (number, shapes)]
@@ -156,7 +157,7 @@ class MeasuredInputs:
 
         Args:
             shapes: the shapes of the forward's inputs, from `shapes_of`.
-            number: how many forwards ran between the last backward and this forward. Their activations are in memory.
+            number: how many other forwards have run since the last backward. Their activations are in memory, too.
         """
         if number <= self._covered.get(shapes, -1):
             return True
@@ -192,9 +193,10 @@ class Meter:
         self._versions: list[int] = []
 
     def enters_pass(self, backwards: int) -> bool:
-        """Return whether the training forward that is starting is the first one since a backward, and so begins a pass.
+        """Return whether the training forward that is starting begins a pass: whether it is the first since a backward.
 
-        Call it at the start of each training forward.
+        A pass consists of all training forwards between two backwards, and of the backward that follows them. Call this
+        method at the start of each training forward.
 
         backwards: the number of backwards that have ended so far (`Schedule.backwards`). A pass begins if this number
             is not the one that was passed in the previous call.
@@ -329,7 +331,7 @@ def combine(readings: Sequence[Reading]) -> Agreed | None:
     not yet measured how much memory its training steps leave free (its `rooms` is None).
 
     Args:
-        readings: the measurements of each rank that plans with the others, or of one rank that plans alone.
+        readings: the measurements of all ranks, if they plan together. If this rank plans alone, only its own.
     """
     rooms = [reading.rooms for reading in readings if reading.rooms is not None]
     if len(rooms) < len(readings) or not any(reading.stepped for reading in readings):

@@ -112,7 +112,8 @@ class Residents:
     def nbytes(self) -> int:
         """The bytes of all buffers chosen to stay unsharded between steps, including those not yet all-gathered.
 
-        Like `_kept`, it does not count buffers that were resharded and are not resident again yet.
+        After a call of `reshard`, which frees these buffers, they do not count until the next training forward chooses
+        to keep them again.
         """
         return sum(buffer.full_nbytes for buffer in self._kept())
 
@@ -184,11 +185,11 @@ class Residents:
         self._forwards += 1
 
     def _begin_pass(self) -> None:
-        """Prepare a pass. Called at its first forward, which is the first training forward after a backward.
+        """Prepare a pass: all training forwards up to the next backward, and that backward.
 
-        Stores the input shapes that were measured in the last pass. Also sets `_idle`, which is True if `begin_forward`
-        has nothing to do in this pass: the ranks have chosen that no buffer stays unsharded, or they have not chosen
-        yet and too few parameters are frozen.
+        Called at the first of these forwards. Stores the input shapes that were measured in the last pass. Also sets
+        `_idle`, which is True if `begin_forward` has nothing to do in this pass: the ranks have found that no buffer
+        can stay unsharded, or they have not chosen buffers yet and too few parameters are frozen.
         """
         self._forwards = 0
         for number, shapes in self._seen:  # not added earlier, because a measurement is complete when its pass ends
@@ -203,10 +204,11 @@ class Residents:
             self._peak = None  # discard the measurement, because use_checkpoint="auto" has reset the allocator's peak
 
     def _is_short(self) -> bool:
-        """Return whether free memory has fallen so far below the assumed amount that the ranks must choose again.
+        """Return whether clearly less memory is free than when the buffers to keep unsharded were chosen.
 
-        Also returns True, and discards the measured peak, if a block's recomputation policy (use_checkpoint) has
-        changed since the last measurement began. Called at the first training forward after a backward.
+        If so, the ranks must choose again. Small decreases do not count (see `_TOLERANCE`). Also returns True, and
+        discards the measured peak, if a block's recomputation policy (use_checkpoint) has changed since the last
+        measurement began. Called at the first training forward after a backward.
         """
         if self._present_policies() != self._policies:
             self._peak = None
@@ -274,10 +276,10 @@ class Residents:
         return None if self._peak is None else free + self._planner.gathered_bytes - others - self._peak
 
     def _agree(self) -> None:
-        """Choose the same resident buffers (which stay unsharded between steps) on all ranks.
+        """Choose the buffers that stay unsharded between steps, the same ones on all ranks.
 
-        Collective: every rank must call it. Does nothing before an optimizer's first step, and while the available
-        memory of a rank is unknown.
+        The choice is made from the measurements of all ranks. Collective: every rank must call it. Does nothing before
+        an optimizer's first step, and while the available memory of a rank is unknown.
         """
         buffers, room = self._buffers(), self._room()
         reading = Reading(self._meter.has_stepped(buffers), None if room is None else (room,))

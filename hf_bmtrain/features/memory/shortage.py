@@ -47,7 +47,7 @@ class Shortage(Observer):
         self.follow(model)
 
     def follow(self, model: torch.nn.Module) -> None:
-        """Describe the memory of `model` in later out-of-memory errors, instead of that of an earlier model."""
+        """Make later out-of-memory errors describe the memory of `model`, instead of that of an earlier model."""
         self._model = weakref.ref(model)
 
     def out_of_memory(self) -> str:

@@ -118,5 +118,5 @@ def _calls_dropout(names: Sequence[str], module: torch.nn.Module) -> bool:
 
 
 def _draws(module: torch.nn.Module) -> bool:
-    """Return whether `module` contains dropout with a probability above zero."""
+    """Return whether `module` contains dropout with a probability above zero, which draws random numbers."""
     return any(isinstance(each, torch.nn.modules.dropout._DropoutNd) and each.p > 0 for each in module.modules())

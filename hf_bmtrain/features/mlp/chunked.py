@@ -49,13 +49,18 @@ class ChunkedMlp(OnlyWhileSharded):
 
 
 def _forward(module: ChunkedMlp, whole: Callable[[Tensor], Tensor], *args: Any, **kwargs: Any) -> Tensor:
-    """Compute `whole`, the forward of an MLP, in chunks. `args` and `kwargs` are the MLP's arguments: one tensor."""
+    """Compute the forward of an MLP in chunks of tokens, one after another.
+
+    module: the MLP.
+    whole: its own forward, which computes all tokens at once.
+    args, kwargs: the arguments of the MLP: a single tensor, by position or by name.
+    """
     (tokens,) = (*args, *kwargs.values())
     name = f"mlp_chunks={module.chunks}: {type(module).__name__}"
 
     def of_piece(piece: Tensor) -> Tensor:
-        # A piece may be a copy, and the backward computes it again. So a write to it would be lost or repeated, but the
-        # code around the MLP, such as a residual connection, may read the input too.
+        # The forward must not write to a piece. A piece may be a copy, so the code around the MLP that reads the input,
+        # such as a residual connection, would not see the write. Also, the backward would repeat the write.
         before = None if piece is tokens else piece._version
         output = whole(piece)
         if before is not None and piece._version != before:
@@ -108,8 +113,8 @@ class _Call:
     def same_random_numbers(self) -> Iterator[None]:
         """Context manager for the backward, in which the chunks draw the same random numbers as in the forward.
 
-        It sets the random generators to their states before the forward. At the end, they get their present states
-        back.
+        It sets the random generators to their states from before the forward. At the end of the context, it restores
+        the states from before the context.
         """
         present = [(generator, generator.get_state()) for generator, _ in self.random]
         try:
@@ -218,7 +223,7 @@ def _pieces(count: int, *tensors: Any) -> Any:
 def _added(total: Tensor | None, gradient: Tensor | None) -> Tensor | None:
     """Add a weight's gradient of one chunk to `total`, the sum over the earlier chunks, and return the sum.
 
-    None stands for no gradient. `total` is changed in place. It is float32, or float64 if the gradient is.
+    None means that there is no gradient. `total` is changed in place. It is float32, or float64 if the gradient is.
     """
     if gradient is None:
         return total

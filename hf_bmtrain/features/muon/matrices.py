@@ -91,9 +91,10 @@ class Matrix:
         return [max(0, stop - start) for start, stop in map(self._range, range(self._size))]
 
     def local(self, rank: int) -> tuple[int, int]:
-        """Return (start, stop), the range of the matrix's elements in the local parameter of `rank`.
+        """Return (start, stop): which elements of the local parameter of `rank` belong to the matrix.
 
-        Returns (0, 0) if `rank` stores no element of the matrix.
+        The local parameter consists of the elements that `rank` stores. Returns (0, 0) if none of them belongs to the
+        matrix.
         """
         start, stop = self._range(rank)
         first = self._layout_range(rank).tensor_start if isinstance(self.parameter, DistributedParameter) else 0

@@ -266,10 +266,10 @@ class MuonOptimizer(AdamOptimizer):
             self._apply(matrix, result)
 
     def _momentum_step(self, matrix: Matrix) -> torch.Tensor:
-        """Update the momentum of this rank's elements of a matrix, and return their update u, 1-D bfloat16.
+        """Update the momentum of this rank's elements of a matrix. Return their update u, 1-D bfloat16.
 
-        u is the momentum or, with Nesterov, a weighted mean of momentum and gradient. It is orthogonalized later,
-        on the owner of the matrix, which then has u for all elements of the matrix.
+        u is the momentum or, with Nesterov, a weighted mean of momentum and gradient. It is orthogonalized later, on
+        the owner of the matrix, which then has u for all elements of the matrix.
         """
         state, part = self._states[matrix.run], self._part(matrix)
         assert isinstance(state.exp_avg, torch.Tensor)

@@ -161,10 +161,9 @@ class AdamOffloadOptimizer(AdamOptimizer):
         for owner in dict.fromkeys(self._states[number].run.owner for number in self._in_order(left)):
             if isinstance(owner, ShardedBuffer) and owner.update.ticket is not None:
                 owner.update.announce(owner.shard)
-        # 4. Discard the grouping of 1., by an empty `_active`, if it may have split runs (parameters that are updated
-        # together): parameters that were updated during the backward and others cannot be in the same run. The next
-        # backward then updates no parameters, and the next `step` forms new runs, in which adjacent parameters are
-        # together again.
+        # 4. Parameters that were updated during the backward and others cannot be in the same run, so step 1 may have
+        # split runs. If so, discard the division into runs, by an empty `_active`. The next backward then updates no
+        # parameters, and the next `step` forms new runs, in which adjacent parameters are together again.
         if rearranged and early:
             self._active = []
         self._early = _EarlyUpdates()
@@ -367,13 +366,14 @@ class AdamOffloadOptimizer(AdamOptimizer):
         self._early.settings = _snapshot(self._settings())
 
     def _keep_settings(self, parameters: Iterable[torch.nn.Parameter]) -> bool:
-        """Return whether an update of these parameters during the backward uses the settings of their present groups.
+        """Return whether the parameter groups still have the settings with which these parameters would be updated.
 
-        Such an update goes by the groups in which the parameters were when `_arrange` last divided them into runs. So
-        this returns False if the caller has since moved some of these parameters to a group with other settings, or
-        removed them, or changed the order of groups with different settings. Only `step` divides the parameters anew.
+        An update during the backward uses the groups in which the parameters were when `_arrange` last divided them
+        into runs (parameters that are updated together). The result is False if the caller has since moved some of
+        these parameters to a group with other settings, or removed them, or changed the order of groups with different
+        settings. Then only `step`, which divides the parameters again, can update them.
 
-        parameters: parameters of the last arrangement.
+        parameters: parameters that `_arrange` has divided into runs.
         """
         settings = _snapshot(self._settings())
         used = {p: each for members, each in zip(self._active, settings) for p in members}
@@ -399,8 +399,9 @@ class AdamOffloadOptimizer(AdamOptimizer):
     def _check_early(self) -> None:
         """Raise RuntimeError if gradients or settings have changed since parameters were updated in the backward.
 
-        Also raise it if `step` is to divide the gradients by `grad_scale`, or if an updated parameter is now in a group
-        with other settings, or in none. Such a change would have no effect on the parameters that are already updated.
+        Such a change would have no effect on the parameters that are already updated. Changes are: a gradient was
+        modified or replaced, a setting of a parameter group was changed, an updated parameter was moved to a group with
+        other settings or removed, or `step` is to divide the gradients by `grad_scale`.
         """
         parameters = self._early.parameters
         if not parameters:
@@ -480,6 +481,6 @@ class _EarlyUpdates:
 def _snapshot(settings: Sequence[Hyper]) -> list:
     """Return the optimizer settings in a form that can be compared later, to find out whether a setting has changed.
 
-    A tensor is represented by (id, version).
+    A tensor is represented by its id and its version (torch's counter of writes).
     """
     return [[(id(x), x._version) if isinstance(x, torch.Tensor) else x for x in numbers] for numbers in settings]

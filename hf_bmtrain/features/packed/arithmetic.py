@@ -230,7 +230,7 @@ class Format:
         )
 
     def _reference(self, packed: Tensor, out: Tensor) -> None:
-        """Unpack `packed` into `out` with torch's operations. `unpack` calls this on the CPU, instead of a CUDA kernel.
+        """Unpack `packed` into `out` with torch's operations. On the CPU, `unpack` calls this instead of a CUDA kernel.
 
         packed: (cells * cell_bytes,) uint8. Each cell contains the codes and scales of CELL elements.
         out: (cells * CELL,), overwritten.

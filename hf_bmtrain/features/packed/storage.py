@@ -255,7 +255,7 @@ class QuantizedParameter(DistributedParameter):
 
     @property
     def quant_state(self) -> NoReturn:
-        """Raises RuntimeError when it is read: the error says that quantized weights cannot change.
+        """Raises RuntimeError when it is read, because quantized weights cannot change.
 
         bitsandbytes' parameters have an attribute of this name. PEFT reads it, for example, to merge LoRA adapters into
         a quantized weight. The merged weight could not be stored here.
@@ -285,7 +285,7 @@ class UnpackedSlice(ShardTensor):
 
 
 def written(parameter: DistributedParameter | ShardTensor) -> RuntimeError:
-    """Return a RuntimeError that says that a write to a quantized parameter would be lost. The caller raises it.
+    """Create the error for a write to a quantized parameter, which would be lost. The caller raises it.
 
     parameter: the quantized parameter, or its unpacked copy (`UnpackedSlice`), to which a write was made or attempted.
     """
@@ -297,17 +297,17 @@ def written(parameter: DistributedParameter | ShardTensor) -> RuntimeError:
 
 
 def _told(parameter: DistributedParameter | ShardTensor) -> str:
-    """Return the words by which error messages refer to a quantized parameter: its shape and, if known, its name."""
+    """Return the description of a quantized parameter in error messages: its shape and, if known, its name."""
     origin = getattr(parameter, "origin", None)
     name = "" if origin is None else f" ('{origin.path}')"
     return f"A quantized parameter of shape {tuple(parameter.full_shape)}{name}"
 
 
 def _unpack(parameter: QuantizedParameter) -> ShardTensor:
-    """Return this rank's elements of `parameter`, converted from quantized codes to its dtype, in new memory."""
+    """Return this rank's elements of a quantized parameter, converted to the parameter's dtype, in new memory."""
     return UnpackedSlice.of(parameter.part, parameter.placement)
 
 
 def _unpacked(value: torch.Tensor) -> torch.Tensor:
-    """Return `value`. If it is a quantized parameter, return this rank's elements in the parameter's dtype instead."""
+    """Return the elements of a quantized parameter, as `_unpack` does. Return any other tensor unchanged."""
     return _unpack(value) if isinstance(value, QuantizedParameter) else value

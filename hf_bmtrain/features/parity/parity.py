@@ -110,7 +110,7 @@ class Parity:
 
 
 def _cells(each: Difference) -> tuple[str, ...]:
-    """Return the row of Parity's table for the Difference `each`, as one string per column."""
+    """Return one row of the table that `str(parity)` shows, for the Difference `each`: one string per column."""
     mark = "  <- differs" if each.differs else ""
     inside = each.name[len(each.block) :].lstrip(".") if each.name.startswith(each.block) else each.name
     numbers = f"{each.largest:.3g}", f"{each.allowed:.3g}", f"{each.rank}{mark}"

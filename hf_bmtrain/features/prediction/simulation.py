@@ -189,7 +189,7 @@ def _step(model, inputs, manager: OptimManager, live: LiveBytes, stage: list[str
 
 
 def _peak(live: LiveBytes, first: int) -> int:
-    """Return the largest number of live bytes since the change `live.changes[first]`.
+    """Return the largest number of live bytes since the change with index `first` in `live.changes`.
 
     It is computed from the changes, because use_checkpoint="auto" may have reset `live.peak` in the meantime.
     """
@@ -219,10 +219,10 @@ def _label(world: World, stage: str) -> str:
 
 
 def _kinds(model: torch.nn.Module, optimizer: torch.optim.Optimizer, live: LiveBytes) -> dict[int, str]:
-    """Return {number: purpose} of each torch.UntypedStorage with parameters, gradients or optimizer state.
+    """Return {number: purpose} for the storages that contain parameters, gradients or optimizer state.
 
-    The numbers are those that `live` has given to the storages. A purpose says what the memory is used for, such as
-    "gradient" (see `prediction.ROWS`).
+    A number identifies a storage: `live` has given it to the storage when it was allocated. A purpose says what the
+    memory is used for, such as "gradient" (see `prediction.ROWS`).
 
     model: the wrapped model.
     optimizer: its optimizer.

@@ -4,7 +4,7 @@ A layer's forward may change buffers (running means), attributes (counters), ran
 arguments (a key-value cache). A recomputation must start from the state before the first forward, and must leave the
 current state unchanged.
 
-The file `replay` saves and restores this state. `Replay` does so for a block, around the first forward and each
-recomputation. `Snapshot` also does so for a model. The file also finds random generators, and reads and writes their
-states.
+The file `replay` saves and restores this state. `Replay` is for blocks: it saves the state before the first forward,
+and restores it around each recomputation. `Snapshot` contains a saved state, also of a whole model. The file also finds
+random generators, and reads and writes their states.
 """

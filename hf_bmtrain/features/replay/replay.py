@@ -1,7 +1,8 @@
-"""Recompute a layer's forward that changes buffers, attributes, random generators, or containers in its arguments.
+"""Save the state that a layer's forward may change, and restore it, so that the forward can be recomputed correctly.
 
-`Replay` does this for a block. `Snapshot` is a saved copy of the state that a forward may change. It is also used to
-repeat the forward of a whole model.
+The state consists of buffers, attributes, random generators, forward hooks, and containers in the forward's arguments.
+`Replay` saves and restores the state of a block. `Snapshot` is one saved copy of the state. `check_parity` and the
+calibration of float8 also use a Snapshot, to undo the changes of a forward of a whole model.
 """
 
 from __future__ import annotations
@@ -42,38 +43,44 @@ _HOOKS = (
 """The attributes in which a module stores its forward hooks, {id: hook}, and their options, {id: True}."""
 _TRAINING = itemgetter("training")
 _SMALL = 2**20
-"""Bytes of a buffer up to which its first copy is kept until the backward of that forward, see `Replay`."""
+"""Buffers of at most this many bytes count as small. `Replay` keeps the first copy of a small buffer until backward."""
 Place = tuple[int, str]
-"""Where a buffer is: the position of its module in the list of the layer's modules, and the buffer's name."""
+"""Identifies a buffer: (index of its module in the list of the layer's modules, name of the buffer)."""
 
 
 class Replay:
-    """Makes recomputations of a layer's forward correct if it changes state (running means, counters, a cache).
+    """Makes recomputations of a layer's forward correct if the forward changes state, such as running means.
 
-    It implements the interface `engine.blocks.recompute.Replay`. `record` saves the state before a forward. `restore`
-    sets the layer back to this state for the recomputation of that forward, and afterwards undoes the changes of the
-    recomputation.
+    This class implements the interface `engine.blocks.recompute.Replay`. `record` saves the state before a forward.
+    `restore` gives the layer this state again for the recomputation of that forward, and afterwards undoes the changes
+    that the recomputation has made.
 
     The state consists of:
 
-    * Buffers. References to all of them are saved, so that a buffer that was replaced, added or removed after the
-      forward began is put back for the recomputation. Only buffers to which something writes in place before backward
-      are copied. To find them, the layer's first forward in each mode (and the first with another buffer) copies all
-      buffers, and compares their values afterwards, which makes the host wait for the device. The first copies of small
-      buffers (`_SMALL`) are kept until backward, in case that something else than a forward writes to them. Each
-      backward finds out to which buffers something has written since the forward. The mode is the attribute `training`
-      of the layer and of all modules inside it.
-    * The mode: the recomputation runs in the mode of the forward, even if the user has called `eval()` since.
+    * Buffers. References to all buffers are saved. If a buffer was replaced, added or removed after the forward began,
+      the recomputation runs with the buffers of the forward. The values of a buffer are copied only in the cases below.
+    * The mode: the attribute `training` of the layer and of all modules inside it. The recomputation runs in the mode
+      of the forward, even if the user has called `eval()` since.
     * Random generators: the global ones of Python and NumPy, and those in attributes and arguments, also inside
       containers. Only those that the forward used are restored. torch's default generators are left out, because
-      torch's checkpoint restores them. Generators to which only code refers, such as those in global variables, are
-      not found.
+      torch's checkpoint restores them. Generators to which only code refers, such as those in global variables, are not
+      found.
     * Attributes, and the items of containers in attributes and arguments. Only references to them are saved. If a
       forward assigns another tensor, `restore` puts the old one back. If a forward writes to a tensor in place, the
       recomputation reads the new values.
-    * Forward hooks of the modules inside the layer: the recomputation runs exactly the hooks that were registered
-      when the forward began, even if they have been removed since. Hooks of the layer itself are left out, because
-      they run outside its forward.
+    * Forward hooks of the modules inside the layer: the recomputation runs exactly the hooks that were registered when
+      the forward began, even if they have been removed since. Hooks of the layer itself are left out, because they run
+      outside its forward.
+
+    The values of a buffer are copied before a forward in these cases:
+
+    * No earlier forward in the same mode had this buffer. After the forward, the buffer is compared with the copy, to
+      find out whether the forward has written to the buffer. For this comparison, the host waits for the device. If the
+      buffer has not changed and is larger than `_SMALL`, the copy is then deleted. Copies of small buffers are kept
+      until backward, in case other code writes to the buffer.
+    * An earlier forward has written to the buffer in place.
+    * Other code has written to the buffer in place, between an earlier forward and its backward.
+    * The buffer belongs to a batch or instance norm in training mode.
 
     Args:
         layer: the module whose forward is recomputed. Its state includes that of all modules inside it.
@@ -83,7 +90,7 @@ class Replay:
         # This reference is weak, because the layer refers to this object, so a strong one would make a cycle.
         self._layer: torch.nn.Module = weakref.proxy(layer)  # pyright: ignore[reportAttributeAccessIssue]
         self._attributes: Attributes | None = None
-        # For each mode (`Attributes.modes`): whether forwards change a buffer, for those buffers that were observed.
+        # {mode (`Attributes.modes`): {buffer: whether forwards in this mode change it}}, for buffers observed so far.
         self._observed: dict[tuple[bool, ...], dict[Place, bool]] = {}
         self._written: set[Place] = set()  # buffers to which forwards write in place
         self._exposed: set[Place] = set()  # buffers to which something writes between a forward and its backward
@@ -91,7 +98,7 @@ class Replay:
         self._last: Callable[[], Buffers | None] = lambda: None
 
     def changes_buffers(self) -> bool | None:
-        """Return whether forwards in the present mode (see `Replay`) change the layer's buffers.
+        """Return whether forwards of the layer change its buffers, in the present mode (its `training` flags).
 
         A compiled block calls this before a forward that is to be recomputed. If the result is False, the block's
         compiled graph may contain the recomputation. Otherwise torch's checkpoint recomputes the forward inside
@@ -111,11 +118,15 @@ class Replay:
         return not self._exposed.isdisjoint(places) or any(observed[place] for place in places)
 
     def _present_attributes(self) -> Attributes:
-        """Return a copy of the layer's attributes: the last copy if they have not changed since, else a new one."""
+        """Return a saved copy of the layer's present attributes, as an Attributes object.
+
+        If the attributes have not changed since the last call, this is the object that the last call returned.
+        """
         last = self._attributes
         if last is None or not last.is_present():
             self._attributes = Attributes(list(self._layer.modules()))
-            # If modules were added, removed or exchanged, what is known of places holds no longer.
+            # If modules were added, removed or exchanged, a Place may now identify a different buffer, so forget what
+            # is known about buffers.
             if last is not None and list(map(id, last.buffers)) != list(map(id, self._attributes.buffers)):
                 self._observed, self._written, self._exposed, self._last = {}, set(), set(), lambda: None
             return self._attributes
@@ -136,8 +147,8 @@ class Replay:
             A context manager that yields the snapshot for `restore`. The snapshot is complete when the context ends.
 
         Raises:
-            RuntimeError: at the end of the context, if the forward wrote to a buffer in place that was not copied, see
-                `Replay`.
+            RuntimeError: at the end of the context, if the forward wrote in place to a buffer that was not copied.
+                The class documentation says which buffers are copied.
         """
         keep_scripts()
         attributes, arguments = self._present_attributes(), Contents((*args, *kwargs.values()))
@@ -147,23 +158,24 @@ class Replay:
         generators, hooks = Generators.reachable(attributes, arguments), Hooks(attributes.hooks)
         snapshot = Snapshot(buffers, attributes, arguments, generators, hooks)
         yield snapshot
-        generators.keep_moved()  # `restore` must not touch unused ones: other threads may draw from them
+        generators.keep_moved()  # `restore` must not reset unused generators, from which other threads may draw
         if buffers.places:
             self._observe_buffers(buffers, observed, new)
             self._last = weakref.ref(buffers)
 
     def _copy_buffers(self, buffers: Buffers, attributes: Attributes, observed: dict[Place, bool]) -> set[Place]:
-        """Copy those buffers to which the forward that is about to begin, or other code before backward, may write.
+        """Copy the buffers to which something may write in place before the backward of the next forward.
 
-        Returns the buffers that no forward in this mode has had before: all of them are copied.
+        The class documentation of `Replay` lists the cases. Returns the buffers that are new, that is, no earlier
+        forward in this mode had them. New buffers are always copied.
 
-        buffers: the present buffers.
-        attributes: the present attributes.
-        observed: see `_observed`, for the present mode.
+        buffers: the layer's present buffers. Their copies are stored in this object.
+        attributes: the layer's present attributes.
+        observed: {buffer: whether forwards in the present mode change it}, an entry of `self._observed`.
         """
         new = {place for place in buffers.places if place not in observed}
         last = self._last()
-        if last is not None:  # its backward has not run, so something may write between this forward and backward, too
+        if last is not None:  # the last forward waits for its backward: find out what was written to in between
             self._exposed |= last.written_since()
         modes = attributes.modes() if attributes.norms else ()
         # Batch norm writes its buffers without incrementing their versions. Comparing values is not enough: they stay
@@ -174,13 +186,14 @@ class Replay:
         return new
 
     def _observe_buffers(self, buffers: Buffers, observed: dict[Place, bool], new: set[Place]) -> None:
-        """Find out which buffers a forward has changed, and which copies its snapshot needs until backward.
+        """After a forward, find out which buffers it has changed, and delete the copies that backward does not need.
 
-        Raises RuntimeError if the forward wrote to a buffer in place that was not copied.
+        Raises RuntimeError if the forward wrote in place to a buffer that was not copied.
 
-        buffers: the buffers before the forward.
-        observed: see `_observed`, for its mode.
-        new: the result of `_copy_buffers`.
+        buffers: the buffers from before the forward, with the copies that `_copy_buffers` has made.
+        observed: {buffer: whether forwards in the mode of this forward change it}, an entry of `self._observed`.
+            Updated.
+        new: the buffers that no earlier forward in this mode had, as `_copy_buffers` returned them.
         """
         written = buffers.written_since()
         for place in new - written:
@@ -214,10 +227,11 @@ class Replay:
         of containers in attributes and arguments, random generators, and forward hooks (see `Replay`). At the end of
         the context, also after an exception, the layer gets back the state that it had when the context began.
 
-        Buffers that were copied get their saved values: inside the context, each of them is a new tensor, so writes to
-        it have no effect afterwards. Tensors in attributes and containers are the saved objects, not copies with saved
-        values. If such a tensor was modified in place after the forward began, the recomputation reads the modified
-        values. If the recomputation modifies it in place, the modification stays.
+        Inside the context, a buffer that was copied, and was written to in place since, is replaced by a new tensor
+        with the saved values. Writes to this new tensor have no effect after the context. Tensors in attributes and
+        containers are the saved objects, not copies with saved values. If such a tensor was modified in place after the
+        forward began, the recomputation reads the modified values. If the recomputation modifies it in place, the
+        modification stays.
 
         torch's checkpoint ends a recomputation early by raising an exception. If this happens inside a TorchScript
         function, torch no longer recognizes the exception, so this context manager suppresses it.
@@ -242,12 +256,15 @@ class Replay:
 
 
 def _is_comparable(tensor: torch.Tensor) -> bool:
-    """Return whether torch can compare the values of two such tensors."""
+    """Return whether torch can compare the values of `tensor` with those of another tensor of the same kind."""
     return tensor.layout is torch.strided and not tensor.is_quantized and tensor.dtype != torch.complex32
 
 
 def _differ(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Return whether two comparable tensors differ. NaN equals NaN."""
+    """Return whether two tensors have different values, shapes or dtypes. NaN counts as equal to NaN.
+
+    Both tensors must be comparable (see `_is_comparable`).
+    """
     if a.shape != b.shape or a.dtype != b.dtype:
         return True
     if torch.equal(a, b):
@@ -257,7 +274,7 @@ def _differ(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def _clones(tensors: dict[int, torch.Tensor]) -> dict[int, torch.Tensor]:
-    """Return copies of tensors, under the same keys. Where tensors share memory, so do their copies."""
+    """Return {key: copy of the tensor} for {key: tensor}. The copies of tensors that share memory share memory, too."""
     owners: dict[int, list[int]] = {}
     for key, tensor in tensors.items():
         plain = type(tensor) is torch.Tensor and tensor.layout is torch.strided and tensor.device.type != "meta"
@@ -283,16 +300,18 @@ def _version(tensor: torch.Tensor) -> int:
 
 
 class Buffers:
-    """The buffers of modules: references to them, saved when this object is created, and copies of some of them.
+    """The buffers of a layer's modules, saved when this object is created, and copies of the values of some of them.
+
+    When the object is created, only references to the buffers are saved. `copy` saves values.
 
     Args:
         dicts: the attribute `_buffers` of each module.
 
     Attributes:
-        dicts: the same dicts.
-        places: all buffers, {(index of the dict, name): tensor}.
-        copies: {id of a buffer: its copy}. Empty at first.
-        written: the ids of those copied buffers that the forward has written to.
+        dicts: the argument `dicts`.
+        places: {(index in `dicts`, name): buffer} of all buffers that were saved.
+        copies: {id of a buffer: copy of its values} of the buffers that were copied.
+        written: the ids of the copied buffers to which the forward writes in place, as far as is known.
     """
 
     def __init__(self, dicts: Sequence[dict[str, torch.Tensor | None]]) -> None:
@@ -310,29 +329,36 @@ class Buffers:
         self.written: set[int] = set()
 
     def copy(self, places: set[Place], written: set[Place]) -> None:
-        """Copy the values of buffers. One that several modules share is copied once.
+        """Save copies of the values of some buffers. A buffer that several modules share is copied once.
 
         places: the buffers to copy.
-        written: those to which the forward is known to write.
+        written: those buffers among them to which the forward is known to write in place.
         """
         self.copies = _clones({id(self.places[place]): self.places[place] for place in places})
         self.written = {id(self.places[place]) for place in written}
 
     def written_since(self) -> set[Place]:
-        """Return the buffers whose versions have changed since they were saved or, later, since the forward ended."""
+        """Return the buffers to which something has written in place since the forward ended.
+
+        If the forward has not ended yet (`end_forward` was not called), return those written to since this object was
+        created. A write is noticed if it increments the buffer's version, torch's counter of writes.
+        """
         return {place for place, tensor in self.places.items() if _version(tensor) != self._versions[id(tensor)]}
 
     def end_forward(self, written: set[Place]) -> None:
-        """Note which buffers the forward has written to, and from now on, tell what else writes to them."""
+        """Record that the forward has ended. Afterwards, `written_since` reports only writes after this call.
+
+        written: the buffers to which the forward has written in place.
+        """
         self.written |= {id(self.places[place]) for place in written}
         self._versions = {id(tensor): _version(tensor) for tensor in self.places.values()}
 
     def show(self) -> Callable[[], None]:
-        """Put the saved buffers into the modules, and return a function that puts the present ones back.
+        """Put the saved buffers into the modules for a recomputation. Return a function that undoes this.
 
-        In place of each buffer that has been written to since it was saved, the modules get a new tensor with its saved
-        values or, if it was not copied, a tensor that raises an error when it is used. The buffer itself is not
-        overwritten, because autograd may have saved it for backward.
+        A buffer that was written to since it was saved is not put back itself. If it was copied, the modules get a new
+        tensor with the saved values instead. If it was not copied, they get a tensor that raises an error when it is
+        used. The buffer itself is not overwritten, because autograd may have saved it for backward.
         """
         written = self.written_since()
         shown: dict[int, torch.Tensor] = {
@@ -355,7 +381,7 @@ class Buffers:
 
     @torch.no_grad()
     def restore(self) -> None:
-        """Give the modules the saved buffers again, with the values of the copies."""
+        """Put the saved buffers back into the modules, with their saved values. All buffers must have been copied."""
         for buffers, saved in zip(self.dicts, self._saved):
             if not _same_items(buffers, saved):
                 _fill(buffers, saved)
@@ -369,7 +395,10 @@ class Buffers:
 
 
 class _Lost(torch.Tensor):
-    """A tensor in place of a buffer whose values were not copied before they changed. Its use raises an error."""
+    """Replaces a buffer in a recomputation if its values have changed and were not copied. Using it raises an error.
+
+    Only functions that do not read its values, such as `shape` and `torch.zeros_like`, work as usual.
+    """
 
     reason: str
 
@@ -390,11 +419,11 @@ _METHODS = (
 _ABOUT = {torch.zeros_like, torch.ones_like, torch.empty_like, torch.full_like}
 _ABOUT |= {getattr(torch.Tensor, name).__get__ for name in _GETTERS}
 _ABOUT |= {getattr(torch.Tensor, name) for name in _METHODS}
-"""What may be asked of a `_Lost` tensor: functions that do not read its values."""
+"""The functions that work with a `_Lost` tensor, because they do not read its values. All others raise an error."""
 
 
 def _lost(name: str, buffer: torch.Tensor) -> torch.Tensor:
-    """Return a tensor like `buffer` that raises an error when it is used.
+    """Return a `_Lost` tensor, whose use raises an error, with the shape, dtype and device of `buffer`.
 
     name: the name of the buffer, for the error.
     """
@@ -435,10 +464,10 @@ class Snapshot:
 
     @classmethod
     def of(cls, model: torch.nn.Module, device: torch.device, arguments: Iterable[Any] = ()) -> Snapshot:
-        """Save all buffers, attributes and random generators of a model before a forward that must leave no trace.
+        """Save the state of a model before a forward whose changes will be undone, for example a measurement.
 
-        Examples are a forward that only measures, and the forwards of `check_parity`. After the forward, the method
-        `restore` of the returned snapshot undoes what the forward has changed.
+        The state consists of all buffers, with their values, and of attributes, containers and random generators. After
+        the forward, the method `restore` of the returned snapshot undoes what the forward has changed.
 
         Args:
             model: the model.
@@ -457,7 +486,7 @@ class Snapshot:
         return cls(buffers, attributes, contents, generators, Hooks(()))
 
     def restore(self) -> None:
-        """Restore the state that `Snapshot.of` saved, after a forward that must leave no trace.
+        """Restore the state that `Snapshot.of` saved before a forward, to undo the changes that the forward has made.
 
         Unlike `show`, this cannot be undone. The model gets its original buffer tensors back, with their saved values.
         This object can be used again, after further forwards.
@@ -468,10 +497,10 @@ class Snapshot:
     def show(self) -> Callable[[], None]:
         """Put the saved state into the modules for a recomputation, and return a function that undoes this afterwards.
 
-        `Replay.restore` calls this. The modules get new buffer tensors with the saved values. Their present buffers are
-        not overwritten (as `Snapshot.restore` would do), because autograd may have saved them for backward. The
-        returned function puts back the buffers, mode, attributes, items of containers, states of generators and forward
-        hooks that were present before this call.
+        `Replay.restore` calls this. In place of copied buffers that were written to since, the modules get new tensors
+        with the saved values. The present buffers are not overwritten (as `Snapshot.restore` would do), because
+        autograd may have saved them for backward. The returned function puts back the buffers, mode, attributes, items
+        of containers, states of generators and forward hooks that were present before this call.
         """
         undo_others = self._restore_others()
         try:
@@ -487,9 +516,9 @@ class Snapshot:
         return undo
 
     def _restore_others(self) -> Callable[[], None]:
-        """Put back all that this snapshot has saved except buffers.
+        """Restore everything that this snapshot contains, except buffers.
 
-        These are the modes, the attributes, the containers in the arguments, the random generators and the hooks.
+        This is the mode, the attributes, the containers in the arguments, the random generators and the forward hooks.
         Returns a function that undoes this: it sets all of them to what they were before this call.
         """
         # Restore hooks before calling `is_present`, which returns False if a module that had no hooks when the
@@ -535,7 +564,10 @@ class Contents:
         self._find(values)
 
     def _find(self, values: Iterable[Any]) -> None:
-        """Add the containers in `values`, and in their items, to `_copies`, and the generators to `generators`."""
+        """Find the mutable containers and the random generators in `values`, also nested ones, and store them.
+
+        The containers and their copies are stored in `_copies`, the generators in `generators`.
+        """
         for value in values:
             kind = type(value)
             if kind in ATOMS or kind is torch.Tensor:
@@ -647,10 +679,11 @@ class Attributes:
         self._values = self._read()
 
     def _read(self) -> list[Any] | None:
-        """Return all present attributes, and all items of containers in them, in one list, to compare them by identity.
+        """Return one list of all present attributes of the modules, and of all items of containers in these attributes.
 
-        Returns None if a module has got or lost an attribute since the attributes were saved, or if a module that was
-        left out because it had no hooks has some now.
+        The caller compares the list with an earlier one, object by object. Returns None if a module has got or lost an
+        attribute since the attributes were saved, or if a module that was left out because it had no hooks has some
+        now.
         """
         if any(self._without_hooks):
             return None
@@ -739,21 +772,22 @@ class Generators:
 
     @classmethod
     def reachable(cls, attributes: Attributes, arguments: Contents, others: Iterable[Any] = ()) -> Generators:
-        """Save the states of all generators from which a forward may draw, as far as they can be found.
+        """Save the states of the random generators from which a forward may draw.
 
+        These are the global generators of Python and NumPy, the generators in attributes and arguments, and `others`.
         While torch.compile traces the forward, no states are saved, because it cannot trace code that reads them.
 
         Args:
             attributes: the attributes of the modules. Generators in them are saved.
             arguments: the arguments of the forward. Generators in them are saved.
-            others: more generators to save, in addition to the global ones of Python and NumPy.
+            others: more generators to save.
         """
         if torch.compiler.is_compiling():
             return cls(())
         return cls(dict.fromkeys((random, np.random, *attributes.generators, *arguments.generators, *others)))
 
     def keep_moved(self) -> None:
-        """Forget the generators that have not been used since their state was saved.
+        """Forget the generators that have not been used since their states were saved.
 
         Called after a forward, so that `restore` changes only the generators that the forward used.
         """
@@ -762,7 +796,7 @@ class Generators:
     def restore(self) -> Generators:
         """Set the generators back to the saved states.
 
-        Returns a Generators object with the states before this call. Its `restore` undoes this call.
+        Returns a Generators object with the states that they had before this call. Its `restore` undoes this call.
         """
         present = Generators(generator for generator, _ in self._states)
         for generator, state in self._states:
@@ -787,7 +821,7 @@ class Hooks:
     def restore(self) -> Hooks:
         """Give the modules the saved hooks, and no others.
 
-        Returns a Hooks object with the hooks before this call. Its `restore` undoes this call.
+        Returns a Hooks object with the hooks that the modules had before this call. Its `restore` undoes this call.
         """
         present = Hooks(self._dicts)
         if present._copies != self._copies:
@@ -832,7 +866,7 @@ def _access(generator: Any) -> tuple[Callable[[], Any], Callable[[Any], Any]]:
 
 
 _python: Any = random.getstate.__self__  # pyright: ignore[reportFunctionMemberAccess]
-_head = object.__basicsize__  # the reference count and the type, which come before the words
+_head = object.__basicsize__  # the size of the reference count and the type, after which the words begin
 _python_words = (ctypes.c_char * (_PlainRandom.__basicsize__ - _head)).from_address(id(_python) + _head)
 _NumpyWords = ctypes.c_char * (4 * (624 + 1))  # the words and the position
 _known_python: tuple[bytes, float | None, Any] = (b"", None, None)  # words, `gauss_next` and state, as last read
@@ -864,7 +898,7 @@ def _read_numpy() -> Any:
 def read_state(generator: Any) -> Any:
     """Return the present state of a random generator, to be restored later by `write_state`.
 
-    generator: a generator for which `is_generator` is True, or the module `random` or `numpy.random`, which stands for
+    generator: a generator for which `is_generator` is True, or the module `random` or `numpy.random`, which represents
         its global generator.
 
     Returns:

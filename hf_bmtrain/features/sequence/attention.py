@@ -30,7 +30,7 @@ _INTERFACE = "ALL_ATTENTION_FUNCTIONS"
 
 @dataclass(frozen=True)
 class Row:
-    """What the attention of a block must know about the rows (sequences) of a batch in one forward.
+    """Information about the rows (sequences) of a batch, which the attention of a block needs in one forward.
 
     The block processes only this rank's tokens, but its attention needs all tokens of a row. Before each forward of a
     block, a Row is stored in the block's attention modules, as the attribute that `ROW` names. The attention function
@@ -145,11 +145,11 @@ def _attend(
 
 
 def _at_own_temperature(module: Any, parts: Parts, query: torch.Tensor) -> torch.Tensor:
-    """Return the queries of a Llama 4 layer without RoPE, each scaled by the factor of its position in the row.
+    """Correct the position-dependent scaling of the queries of a Llama 4 layer without RoPE. Return the new queries.
 
-    The module has already scaled the queries in its forward, but for wrong positions: as if this rank's first token
-    were the first of the row. This function divides by the factor of the wrong position, and multiplies by the right
-    one.
+    Such a layer multiplies each query by a factor that depends on the query's position in the row. Its forward has
+    already done so, but for wrong positions: as if this rank's first token were the first of the row. This function
+    divides by the factor of the wrong position, and multiplies by that of the right one.
 
     Args:
         module: the Llama4TextAttention.
@@ -166,7 +166,10 @@ def _at_own_temperature(module: Any, parts: Parts, query: torch.Tensor) -> torch
 
 
 def _common_dtype(*tensors: torch.Tensor) -> torch.dtype:
-    """Return the dtype in which to exchange the tensors: the autocast dtype, or else their promoted dtype."""
+    """Return the dtype to which tensors are converted before ranks exchange them.
+
+    This is the autocast dtype if autocast is enabled, and otherwise the promoted dtype of the tensors.
+    """
     device = autocast_type(tensors[0].device)
     if torch.is_autocast_enabled(device):
         return torch.get_autocast_dtype(device)
@@ -176,8 +179,8 @@ def _common_dtype(*tensors: torch.Tensor) -> torch.dtype:
 def _function(inner: str, module: torch.nn.Module) -> Callable[..., Any]:
     """Return the attention function of transformers named `inner`.
 
-    "eager" is not registered under its name. It is looked up in the file that defines the class of `module`, then in
-    the files of its base classes.
+    transformers does not register a function under the name "eager". It is looked up in the file that defines the class
+    of `module`, then in the files of its base classes.
     """
     functions: Any = getattr(sys.modules["transformers.modeling_utils"], _INTERFACE)
     files = [sys.modules.get(each.__module__) for each in type(module).__mro__] if inner == "eager" else []

@@ -81,9 +81,9 @@ def mean_over_group(parts: Parts, loss: Tensor) -> Tensor:
 
     Collective: every rank of the group must call it.
 
-    Backward passes the gradient of the mean to each rank's loss, without dividing it by n, the size of the group. The
-    gradients of parameters are divided by n later: each rank computes them from its own tokens only, so the right ones
-    are the sum over the group divided by n, and the average over all ranks makes this division.
+    The backward passes the gradient of the mean on to each rank's loss. It does not divide the gradient by the number
+    of ranks in the group, because this division follows later: each rank computes gradients of parameters from its own
+    tokens only, and these gradients are then averaged over all ranks.
 
     Args:
         parts: the division of the tokens of a row (sequence) among the ranks.
@@ -143,7 +143,7 @@ def _collect_heads(parts: Parts, heads: Division, tensors: Sequence[Tensor]) -> 
 
 
 def _width(heads: Division, tensors: Sequence[Tensor], rank: int) -> int:
-    """Return how many elements the heads of `rank` have for one token of a row, in all `tensors` together."""
+    """Return the number of elements of the heads of `rank`, for one token of a row, in all `tensors` together."""
     return sum(len(each[rank]) * tensor.shape[3] for each, tensor in zip(heads, tensors))
 
 

@@ -245,10 +245,11 @@ class SharedRows:
 
     @disable_compiler
     def _before_trunk(self, trunk: torch.nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict] | None:
-        """Select this rank's tokens in what `trunk`, the module that calls the blocks, adds between the blocks.
+        """Select this rank's tokens in image features that the module `trunk` adds between the blocks that it calls.
 
-        This is the "deepstack" of models such as Qwen3-VL: after each of the first blocks, the trunk adds features of
-        images to the hidden states of the image tokens. These hidden states have only this rank's tokens.
+        In models such as Qwen3-VL, `trunk` adds image features ("deepstack") to the hidden states of the image tokens
+        after each of the first blocks. There, the hidden states have only this rank's tokens, so the features must,
+        too.
         """
         parts = self._active
         names = [name for name, value in kwargs.items() if "deepstack" in name and value is not None]
@@ -355,9 +356,9 @@ class SharedRows:
     def _after_trunk(self, trunk: torch.nn.Module, args: tuple, output: Any) -> Any:
         """Keep only this rank's tokens of the hidden states that `trunk`, the module that calls the blocks, returns.
 
-        In some models, other ranks' tokens are present as zeros, with which `_after_last_layer` padded the hidden
-        states. In a mixture of experts, also gather the routers' logits of all tokens, from which the model computes
-        the auxiliary loss.
+        In some models, `_after_last_layer` has padded the hidden states with zeros in the places of the other ranks'
+        tokens. These places are removed here. In a mixture of experts, this hook also gathers the routers' logits of
+        all tokens, from which the model computes the auxiliary loss.
         """
         parts = self._active
         if parts is None:
@@ -415,7 +416,10 @@ class SharedRows:
 
 
 def _first(output: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """Return the output of a module after applying `change` to its first tensor, the hidden states."""
+    """Apply `change` to the hidden states in the output of a module, and return the output.
+
+    The hidden states are the output itself, or the first entry of a tuple or ModelOutput.
+    """
     if isinstance(output, Tensor):
         return change(output)
     if isinstance(output, dict):

@@ -233,14 +233,16 @@ def _matching(model: torch.nn.Module, styles: dict[str, str]) -> Iterator[tuple[
 
 
 def _beside_parts(plan: WrapPlan, found: list[tuple[str, torch.nn.Module, str]]) -> str | None:
-    """Return the name of a parameter, in a split MLP or attention, that belongs to no module named by the model's plan.
+    """Find a parameter of a split MLP or attention that the model's tensor-parallel plan does not cover.
 
-    Returns None if there is no such parameter. Otherwise the caller refuses the model, because each rank may use the
-    parameter for a part of the features only, and the gradient would then be wrong. An MLP or attention is split if the
-    model's tensor-parallel plan splits one of its layers.
+    An MLP or attention is split if the plan splits one of its layers. A parameter is covered if a module that the plan
+    names contains it. Each rank may use any other parameter for a part of the features only, and its gradient would
+    then be wrong. So the caller refuses the model.
 
     plan: the WrapPlan, with the model to wrap and its blocks. (It is not the tensor-parallel plan.)
     found: the (name, module, style) of all modules that the model's tensor-parallel plan names.
+
+    Returns the name of the first such parameter, or None if there is none.
     """
     named = {parameter for _, module, _ in found for parameter in module.parameters()}
     parents = {name.rpartition(".")[0] for name, _, style in found if style in _SPLIT}

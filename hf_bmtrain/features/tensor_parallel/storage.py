@@ -59,7 +59,7 @@ class PartStorage(WholeStorage):
         return torch.cat(parts.unbind(), self.dim)
 
     def saved_as(self, index: int) -> tuple[torch.Size, int]:
-        """Return where this rank's elements of a split parameter are in a checkpoint.
+        """Return where a checkpoint stores this rank's elements of a split parameter.
 
         Checkpoints contain the parts one after another, so that the elements of each rank are contiguous. If the tensor
         is split on dimension 0, the saved shape is that of the whole tensor. If it is split on another dimension, the

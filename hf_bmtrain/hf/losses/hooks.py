@@ -36,7 +36,7 @@ _LOSS = re.compile(r"(?<=\w)Loss$|_loss$|(^|_)cross_entropy|loss_(fct|fn)$|^crit
 
 
 def claim_hooks(model: Any, trainer: object) -> bool:
-    """Prepare `model` for the hooks that correct its loss for `trainer`. Hooks of Trainers that are gone are removed.
+    """Prepare `model` for the hooks that correct its loss for `trainer`. Hooks of deleted Trainers are removed.
 
     A model may have several Trainers, each with its own hooks. In each forward, only one Trainer's hooks act: those of
     the Trainer that computes the loss.

@@ -122,9 +122,9 @@ def _averages(trainer: transformers.Trainer) -> bool:
 class _Forward:
     """Finds out whether a forward of a model computes a loss that is a mean, because it ignores `num_items_in_batch`.
 
-    A model can ignore this number of labels in three ways: its forward does not use it, does not pass it to
-    `loss_function`, or calls a `loss_function` that does not use it. For code of transformers, this follows from names
-    in the code. Other code is observed when it runs.
+    `num_items_in_batch` is the number of labels in all micro-batches on all ranks. A model ignores it if the forward
+    does not use it, does not pass it to `loss_function`, or calls a `loss_function` that does not use it. For code of
+    transformers, this is found out from the names in the code. Other code is observed when it runs.
 
     Args:
         model: the sharded model, after a call of `claim_hooks`.
@@ -148,9 +148,9 @@ class _Forward:
             hide_from_blocks(model)
 
     def begin(self, given: dict[str, Any]) -> dict[str, Any]:
-        """Begin to observe a forward to which Trainer passes the keyword arguments `given`.
+        """Begin to observe whether a forward uses `num_items_in_batch`, one of its keyword arguments `given`.
 
-        Returns the keyword arguments to pass to the forward instead.
+        Returns the keyword arguments to pass to the forward instead of `given`.
         """
         self.ignored, self.observed, self.name = self._mean, self._own, ""
         if self._chooses:
@@ -163,7 +163,7 @@ class _Forward:
         return {**given, COUNT: self._use.observed(given[COUNT])} if self._own else given
 
     def end(self) -> None:
-        """End the observation, and restore the model's own `loss_function`. Called after each forward."""
+        """End the observation of a forward, and restore the model's own `loss_function`. Called after each forward."""
         if self._own:
             self.ignored = not self._use.seen
         if self._chooses:
@@ -210,7 +210,7 @@ class _ObservedFunction:
         )
 
     def is_for(self, trainer: transformers.Trainer) -> bool:
-        """Return whether this replaces a function of `trainer`, and not of another Trainer."""
+        """Return whether this object replaces the `compute_loss_func` of `trainer`, and not that of another Trainer."""
         return self._correct.trainer() is trainer
 
     def __call__(self, outputs: Any, labels: Any, num_items_in_batch: Any = None) -> Any:
@@ -221,7 +221,7 @@ class _ObservedFunction:
 
 
 class _Correction:
-    """A function that multiplies a loss, a mean over this rank's labels, by this rank's share of all ranks' labels.
+    """A callable that corrects a loss: it multiplies a mean over this rank's labels by this rank's share of all labels.
 
     Trainer multiplies the result by the number of ranks, and gradients are averaged over the ranks. The averaged
     gradients are then those of the mean over the labels of all ranks.
@@ -244,7 +244,7 @@ class _Correction:
     def __call__(
         self, loss: torch.Tensor, given: dict[str, Any], ignored: bool, observed: bool, of_rows: bool = False
     ) -> torch.Tensor:
-        """Return `loss`, multiplied by this rank's share of all ranks' labels if it is a mean over this rank's labels.
+        """Multiply a loss that is a mean over this rank's labels by this rank's share of the labels of all ranks.
 
         Any other loss is returned unchanged. Collective if Trainer averages over ranks: every rank must call it.
 

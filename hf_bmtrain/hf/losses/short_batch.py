@@ -182,14 +182,18 @@ def is_sft(trainer: transformers.Trainer, inputs: Any) -> bool:
 
 
 def is_listed(inputs: Any) -> bool:
-    """Return whether a batch is not a dict but a list of rows, which the trainer converts to tensors (GRPOTrainer)."""
+    """Return whether a batch is a list of rows instead of a dict of tensors.
+
+    TRL's GRPOTrainer, for example, gets such batches, and converts them to tensors itself.
+    """
     return not isinstance(inputs, Mapping)
 
 
 def rows_in(inputs: Any) -> int | None:
-    """Return the number of rows of a batch: the length of a list, or the size of dimension 0 of a tensor in a dict.
+    """Return the number of rows of a batch, or None if it is unknown.
 
-    Returns None if it is unknown.
+    inputs: the batch. A list has one item per row. In a dict, the size of dimension 0 of a tensor is the number of
+        rows.
     """
     return len(inputs) if isinstance(inputs, (list, tuple)) else find_batch_size(inputs)
 
@@ -278,7 +282,7 @@ def _ignore_flattened(trainer: Any, inputs: Any, left: int, of_labels: bool) -> 
     Args:
         trainer: the Trainer that evaluates.
         inputs: this rank's batch, in which a collator has concatenated all rows.
-        left: the number of rows on all ranks that are not repeated. These rows come first, in rank order.
+        left: the number of rows on all ranks that are not repeated. In rank order, they come before the repeated rows.
         of_labels: whether the caller averages the loss over the labels of all ranks. Otherwise Trainer itself does so
             if transformers' own methods compute the loss, `trainer.model_accepts_loss_kwargs` is True, and the argument
             `average_tokens_across_devices` is set.
@@ -350,7 +354,7 @@ def _loss_of_rows(
     Collective: every rank must call it. Returns None if this loss cannot be computed.
 
     inputs: this rank's rows of the batch.
-    left: the number of rows on all ranks that are not repeated. These rows come first, in rank order.
+    left: the number of rows on all ranks that are not repeated. In rank order, they come before the repeated rows.
     """
     rows, shared = rows_in(inputs), ranks_per_row(trainer.model)  # `shared` ranks share each row
     mine = min(max(left - world.rank // shared * (rows or 0), 0), rows or 0)

@@ -101,7 +101,8 @@ def follow_short_training_batch(trainer: transformers.Trainer) -> None:
     def training_step(model: Any, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
         if short is None:
             return step(model, inputs, num_items_in_batch)
-        # Also in the full micro-batches of this step: a mean over its parts is over those of all its micro-batches.
+        # Also do this for the full micro-batches of the step: a mean over parts (micro-batches of ranks) is a mean over
+        # the parts of the whole step.
         with parts_without_rows(trainer.model, short.absent):
             return step_of_short(short, model, inputs, num_items_in_batch)
 

@@ -50,7 +50,7 @@ class LossFilter:
 
 
 class _Finite(torch.Tensor):
-    """A tensor that is known to contain neither inf nor nan: torch.isnan and torch.isinf of it do not read it.
+    """A tensor without inf and nan, for which torch.isnan and torch.isinf return False without reading its values.
 
     Results of other functions are plain tensors.
     """

@@ -123,13 +123,18 @@ def _write_chunk(handle: int, start: int, data: torch.Tensor, scratch: _Scratch)
     if has_own_memory(data.device):
         data = scratch.memory[: len(data)].copy_(data)
     values = memory_of(data)
-    crc, at = zlib.crc32(values), 0
+    crc = zlib.crc32(values)
+    _write_all(handle, values, start)
+    return Checked(start, len(values), crc)
+
+
+def _write_all(handle: int, values: memoryview, start: int) -> None:
+    at = 0
     while at < len(values):
         count = os.pwrite(handle, values[at:], start + at)
         if not count:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         at += count
-    return Checked(start, len(values), crc)
 
 
 def write_file(path: Path, data: bytes, size: int | None = None) -> list[Checked]:
@@ -155,9 +160,7 @@ def write_file(path: Path, data: bytes, size: int | None = None) -> list[Checked
         if size:
             os.ftruncate(handle, size)
         view = memoryview(data)
-        at = 0
-        while at < len(view):
-            at += os.pwrite(handle, view[at:], at)
+        _write_all(handle, view, 0)
         os.fsync(handle)
     finally:
         os.close(handle)

@@ -25,6 +25,13 @@ CASES = {
     "encoder and decoder": {"family": "t5"},
     "float8": {"family": "llama", "float8": True, "use_checkpoint": False, "dtype": torch.bfloat16},
     "float8, recomputed": {"family": "gpt2", "float8": True, "dtype": torch.bfloat16, "evaluate": True},
+    "float8, compiled later": {
+        "family": "llama",
+        "float8": True,
+        "use_checkpoint": False,
+        "dtype": torch.bfloat16,
+        "later": True,
+    },
 }
 ADAPTERS = {
     "adapters": {"family": "llama", "adapters": True},

@@ -13,13 +13,20 @@ STEPS = 6  # one is run to warm up, one is recorded, and the others are replayed
 
 def train(
     family, steps=STEPS, prepare=None, forwards=1, backwards=1, length=lambda step: 7, evaluate=False,
-    dtype=torch.float32, **options,
+    dtype=torch.float32, later=False, **options,
 ):  # fmt: skip
-    """Losses and final weights. forwards: losses that one backward sums. backwards: accumulated before a step."""
+    """Losses and final weights.
+
+    forwards: losses that one backward sums. backwards: accumulated before a step. later: compile as Trainer does.
+    """
     torch._dynamo.reset()
     model = (build_for_float8 if options.get("float8") else build)(family).to(dtype)
     bmt.current_world().schedule.collective_layers = False  # an earlier test in this process may have set it
-    model = bmt.auto_wrap((model if prepare is None else prepare(model)).train(), compile=True, **options)
+    mode = "reduce-overhead" if later and options.pop("cuda_graphs", False) else "default"
+    model = bmt.auto_wrap((model if prepare is None else prepare(model)).train(), compile=not later, **options)
+    for block in model.modules() if later else ():
+        if isinstance(block, CheckpointBlock):
+            block.compile(mode=mode)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer, device = torch.optim.SGD(trained, lr=0.1), bmt.current_world().device
     losses = []

@@ -355,7 +355,8 @@ class AdamOptimizer(torch.optim.Optimizer):
         kept = [earlier.get(tuple(run.parameters)) for run in runs]
         bases = index_bases(self.param_groups)
         new = [run for run, state in zip(runs, kept) if state is None]
-        # Sort the runs by their first element, because a subclass's `_allocate` may lay out the state in this order.
+        # Sort the runs (ranges of parameters that are updated together) by the position of their first element, because
+        # a subclass's `_allocate` may place their states in memory in this order.
         new.sort(key=lambda run: (bases[run.owner], run.start))
         tensors = dict(zip(new, self._allocate(new)))
         self._states = []

@@ -331,8 +331,8 @@ class GradientBuffer:
     def decide(self) -> None:
         """Set the `.grad` of the parameters that only other ranks used in the backward.
 
-        If `receive` returned True, call this before the next reduction of the buffer. The host waits for the mean
-        gradient. Nothing is done if `receive` returned False, or while a reduction is pending.
+        If `receive` returned True, call this before the next reduction of the buffer starts. The host waits until the
+        mean gradient has been computed. If `receive` returned False, or after the next `send`, the call has no effect.
         """
         if self._pending is not None or not self._absent:
             return

@@ -16,17 +16,17 @@ def backward_to(tensors: Any, inputs: tuple | None, **options: Any) -> None:
     """Run `torch.autograd.backward` with respect to `inputs`, which may include sharded parameters.
 
     Called instead of `torch.autograd.backward`, also by `loss.backward(inputs=...)`, if sharded parameters are among
-    `inputs`. Collective: every rank must call it. The gradient of each sharded parameter in `inputs` is averaged over
-    the ranks and accumulated into its `.grad`. The `.grad` of parameters that are not in `inputs` does not change.
+    `inputs` or `tensors`. Collective: every rank must call it. The gradient of each sharded parameter in `inputs` is
+    averaged over the ranks and accumulated into its `.grad`. The `.grad` of parameters that are not in `inputs` does
+    not change.
 
     Args:
         tensors: the tensor or tensors to differentiate, such as the loss.
-        inputs: the tensors whose `.grad` receives gradients. None if the call has no `inputs`. A sharded parameter is
-            then among `tensors`, which raises RuntimeError.
+        inputs: the tensors whose `.grad` receives gradients; None if they were not passed.
         **options: other arguments of `torch.autograd.backward`.
 
     Raises:
-        RuntimeError: `inputs` is None.
+        RuntimeError: `inputs` is None, so a sharded parameter is among `tensors`, which is not supported.
     """
     if inputs is None:
         raise RuntimeError(

@@ -127,7 +127,8 @@ def place_buffers(model: torch.nn.Module, world: World) -> None:
                 continue
             placed = buffer.to(world.device)
             if world.size > 1 and (placed.layout is not torch.strided or placed.is_quantized):
-                # Neither collectives nor writes work for all of these tensors, so they are sent as objects.
+                # For some of these tensors, neither `broadcast` nor `copy_` works. So rank 0's tensor is sent as a
+                # Python object, and replaces the module's buffer.
                 if id(buffer) not in sent:
                     first = world.control.broadcast_object(buffer.cpu() if world.rank == 0 else None)
                     sent[id(buffer)] = buffer, placed if world.rank == 0 else first.to(world.device)

@@ -62,4 +62,4 @@ class Float8(Extension):
                 gather_in_own_dtype(float8_states(plan.model).values())
         else:
             link_layers(self._linears.values())
-            install_signal_guard(plan.model, self._linears, plan.layers, plan.world, plan.compiled)
+            install_signal_guard(plan.model, self._linears, plan.layers, plan.world)

@@ -1,6 +1,6 @@
 """Calibration of float8: measure each layer's rounding noise, and stop using float8 in layers with too much noise.
 
-The noise is measured when training begins, in training forwards. In a model with compiled blocks, it is measured in a
+The noise is measured when training begins, in training forwards. If blocks are compiled by then, it is measured in a
 separate, uncompiled forward before the first training forward. So the compiled graphs do not contain the measurement,
 and are not recompiled when a layer stops using float8.
 """
@@ -32,7 +32,7 @@ output."""
 
 
 def install_signal_guard(
-    model: torch.nn.Module, layers: Mapping[str, Any], blocks: Sequence[Any], world: World, compiled: bool
+    model: torch.nn.Module, layers: Mapping[str, Any], blocks: Sequence[Any], world: World
 ) -> None:
     """Install the observer that switches off float8 in layers whose outputs have too low a signal-to-noise ratio.
 
@@ -54,7 +54,6 @@ def install_signal_guard(
         layers: its Float8Linear layers, by path. If there are none, nothing is installed.
         blocks: its blocks (transformer layers).
         world: the ranks over which the model is sharded.
-        compiled: whether `blocks` are compiled.
     """
     states = {path: layer.float8_state for path, layer in layers.items()}
     if not states:
@@ -62,7 +61,7 @@ def install_signal_guard(
     if world.device.type == "meta":
         gather_float8(world, states)
         return
-    calibration = (CalibrationAhead if compiled else CalibrationInStep)(world, model, states, blocks)
+    calibration = Calibration(world, model, states, blocks)
     calibration.handle = world.schedule.observe(calibration, model)
     for state in states.values():
         state.guard = weakref.ref(calibration)  # a weak reference, because the schedule owns the calibration
@@ -71,9 +70,16 @@ def install_signal_guard(
 class Calibration(Observer):
     """Decides which float8 layers of a model have too much rounding noise, and then removes itself.
 
-    The decision is made before a forward, or when a checkpoint is saved. A layer whose signal-to-noise ratio over all
-    ranks is below LEAST_DECIBELS stops computing in float8, on every rank. Subclasses determine when the noise of the
-    layers is measured and when the ranks decide.
+    A layer whose signal-to-noise ratio over all ranks is below LEAST_DECIBELS stops computing in float8, on every rank.
+    When the layers are measured depends on whether blocks are compiled at the first training forward:
+
+    * If no block is compiled, each layer is measured at its first call in a training forward. At the start of the first
+      training forward that follows a backward, or when a checkpoint is saved after a backward, the ranks decide.
+    * Otherwise, all layers are measured in a separate forward just before the first training forward, so that the
+      compiled graphs do not contain the measurement. The ranks decide right after it. See `_measure`.
+
+    If a block on any rank is still waiting for its backward when the ranks want to decide, they try again at the start
+    of the next training forward. (A separate forward is then repeated.)
 
     Args:
         world: the ranks over which the model is sharded.
@@ -93,18 +99,37 @@ class Calibration(Observer):
         self, world: World, model: torch.nn.Module, states: dict[str, Float8State], blocks: Sequence[Any]
     ) -> None:
         self._world, self._model, self.states, self._blocks = world, weakref.ref(model), states, blocks
+        # How many backwards had ended when the first forward began whose layers are measured. None until then, and as
+        # long as layers are measured in separate forwards.
+        self._begun: int | None = None
+
+    def before_forward(self, model: torch.nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+        if model is not self._model():
+            return
+        training = torch.is_grad_enabled()
+        if self._begun is None and any(block._bmt.compiled for block in self._blocks):
+            if training:
+                self._measure(model, args, kwargs)
+                self.decide()
+            return
+        for state in self.states.values():
+            state.measures = training and state.powers is None
+        if not training:
+            return
+        if self._begun is None:
+            self._begun = self._world.schedule.backwards
+        elif self.has_measured:
+            self.decide()
 
     @property
     def has_measured(self) -> bool:
         """Whether this rank has measured the rounding noise of the layers, and can now take part in `decide`.
 
         Read only while the ranks have not decided which layers keep float8. If it is True on all ranks when a
-        checkpoint is saved, they first call `decide`, so that the checkpoint contains the decision.
-
-        Always False in CalibrationAhead, which calls `decide` right after measuring. If the ranks cannot decide at that
-        moment, it does not use these measurements later, but measures again.
+        checkpoint is saved, they first call `decide`, so that the checkpoint contains the decision. It is False after a
+        separate forward: if the ranks could not decide right after it, its measurements are not used later.
         """
-        raise NotImplementedError
+        return self._begun is not None and self._world.schedule.backwards > self._begun
 
     def decide(self) -> None:
         """Combine the measurements of all ranks, and switch off float8 for layers with too much rounding noise.
@@ -144,8 +169,9 @@ class Calibration(Observer):
         `restore_decision`. Collective: every rank must call it.
 
         If the state of a layer has a `reason` (such as too much rounding noise), the layer's weight and all other
-        weights in the same flat buffer are still all-gathered in their own dtype. If the model has adapters, which may
-        have been added since it was wrapped, every layer without a `reason` first gets one.
+        weights in the same flat buffer are still all-gathered in their own dtype. In a model with adapters, which may
+        have been added since it was wrapped, this applies to all layers: before all-gathers are switched, the `reason`
+        of every layer that has none is set to WITH_ADAPTERS.
         """
         self.handle.remove()
         model = self._model()
@@ -156,67 +182,16 @@ class Calibration(Observer):
             state.measures, state.powers, state.guard = False, None, None
         gather_float8(self._world, self.states)
 
-
-class CalibrationInStep(Calibration):
-    """Measures the float8 noise of each layer at its first call in a training forward. Used if blocks are not compiled.
-
-    At the start of the first training forward that follows a backward, the ranks decide together which layers continue
-    to use float8. If at that moment a block on any rank is still waiting for its backward, the ranks try again at the
-    start of the next training forward.
-
-    The arguments of the constructor are those of the base class: the ranks (`world`), the model, the states of its
-    float8 layers by path, and its blocks.
-    """
-
-    _begun: int | None = None  # how many backwards had ended when the measured forward began; None until then
-
-    def before_forward(self, model: torch.nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
-        if model is not self._model():
-            return
-        schedule, training = self._world.schedule, torch.is_grad_enabled()
-        for state in self.states.values():
-            state.measures = training and state.powers is None
-        if not training:
-            return
-        if self._begun is None:
-            self._begun = schedule.backwards
-        elif self.has_measured:
-            self.decide()
-
-    @property
-    def has_measured(self) -> bool:
-        return self._begun is not None and self._world.schedule.backwards > self._begun
-
-
-class CalibrationAhead(Calibration):
-    """Measures the float8 noise of layers in a separate forward, just before the first training forward.
-
-    Used if blocks are compiled, so that the compiled graphs do not contain the measurement.
-
-    The separate forward gets copies of the training forward's arguments. The model's forward pre-hooks that have not
-    run yet are called with these copies first, and may change them. So these hooks run twice: for the separate forward,
-    and for the training forward. The separate forward is not compiled, and runs without gradients. Afterwards, random
-    generators, the model's buffers and attributes, and containers (such as lists and caches) in the attributes and
-    arguments are restored, even if the separate forward raises an error.
-
-    Then the ranks decide which layers keep using float8. If a block on some rank is still waiting for its backward, the
-    ranks cannot decide, and measure again before the next training forward.
-
-    The arguments of the constructor are those of the base class: the ranks (`world`), the model, the states of its
-    float8 layers by path, and its blocks.
-    """
-
-    def before_forward(self, model: torch.nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
-        if model is self._model() and torch.is_grad_enabled():
-            self._measure(model, args, kwargs)
-            self.decide()
-
-    @property
-    def has_measured(self) -> bool:
-        return False  # `before_forward` decides right after measuring or, if it cannot, measures again in the next call
-
     @torch.no_grad()
     def _measure(self, model: torch.nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+        """Measure all layers in a separate forward, which is not compiled and runs without gradients.
+
+        The forward gets copies of the training forward's arguments. The model's forward pre-hooks that have not run yet
+        are called with these copies first, and may change them. So these hooks run twice: for the separate forward, and
+        for the training forward. Afterwards, random generators, the model's buffers and attributes, and containers
+        (such as lists and caches) in the attributes and arguments are restored, even if the separate forward raises an
+        error.
+        """
         before = Snapshot.of(model, self._world.device, (*args, *kwargs.values()))
         # The forward may modify tensors in place, including tensors in lists and dictionaries, so it gets clones.
         args, kwargs = pytree.tree_map_only(torch.Tensor, torch.Tensor.clone, (args, kwargs))

@@ -84,8 +84,9 @@ def enter(x: Tensor, factor: Tensor, adapter: Adapter, rank: int, scaled: bool) 
     `add_products` then multiplies u by the other matrix: Bᵀ in the forward, A in the backward. s is the adapter's
     scaling.
 
-    If the adapter is split (`Adapter.split`), each float32 matrix is represented as the sum hi + lo of two bfloat16
-    matrices, and passed as a stack of rows [hi; lo; hi; hi]. u is then computed in these steps:
+    If the adapter is split (`Adapter.split`), u includes s in the forward, too. Each float32 matrix is then represented
+    as the sum hi + lo of two bfloat16 matrices, and passed as a stack of rows [hi; lo; hi; hi]. Here, only the first hi
+    and the lo of `factor` are used; `add_products` uses the whole stack of the other matrix. The steps are:
 
     1. With the hi and lo of `factor`, compute p = s x hiᵀ and q = s x loᵀ in float32. So p + q is s x Aᵀ in the
        forward, and s dy B in the backward.
@@ -145,8 +146,9 @@ def add_products(y: Tensor, us: list[Tensor], factors: list[Tensor], scalings: l
     of x's gradient that comes from the frozen layer, u = s dy B with the adapter's scaling s, and the factor is A. y is
     changed in place, except in compiled code.
 
-    If an adapter is split (`Adapter.split`), its float32 matrices are represented by sums of bfloat16 matrices. Its u
-    then has 4 r columns, its factor has 4 r rows, and its u includes s in the forward, too.
+    If an adapter is split (`Adapter.split`), its float32 matrices are represented by sums of bfloat16 matrices. As
+    described in `enter`, its u then consists of four parts of r columns, its factor of four parts of r rows, and its u
+    includes s in the forward, too.
 
     Args:
         y: (rows, width).

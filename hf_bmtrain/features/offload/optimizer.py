@@ -152,7 +152,7 @@ class AdamOffloadOptimizer(AdamOptimizer):
         rearranged = self._arrange(
             [[p for p in group["params"] if p.grad is not None or p in early] for group in self.param_groups]
         )
-        # 2. Queue the update of the runs (see 1.) that were not updated during the backward.
+        # 2. Queue the updates of those runs that were not updated during the backward.
         left = self._not_early()
         if left:
             self._step_runs(left)

@@ -95,9 +95,9 @@ def hook_loss(
             forward has ended, even with an error.
     """
 
-    # `asked` is whether the hooks' Trainer computes this loss and passed num_items_in_batch. It is set before other
-    # hooks run, because they may add this argument. The labels and the attention mask are recorded then, too, because
-    # `sequence_parallel` replaces them by those of this rank's tokens.
+    # `asked` is whether the Trainer that owns these hooks runs the present forward and passed num_items_in_batch to it.
+    # It is set before the model's other hooks run, because they may add this argument. The labels and the attention
+    # mask are recorded then, too, because `sequence_parallel` replaces them by those of this rank's tokens.
     asked, recorded, begun = False, {}, False
     owner, _ = vars(base_of(model))[_HOOKS][-1]
 
@@ -141,7 +141,7 @@ def hook_loss(
 def keep_hooks(model: Any, *handles: RemovableHandle) -> None:
     """Store the handles of loss hooks, so that `claim_hooks` can remove the hooks of a Trainer that was deleted.
 
-    Call `claim_hooks` with the model and the hooks' Trainer first.
+    Call `claim_hooks` first, with the model and the Trainer that owns the hooks.
 
     Args:
         model: the sharded model.

@@ -79,7 +79,7 @@ def bits(tensor: torch.Tensor | None) -> torch.Tensor | None:
     return None if tensor is None else tensor.detach().clone().contiguous().view(-1).view(torch.uint8)
 
 
-def without_guard(model, layers, blocks, world, compiled) -> None:
+def without_guard(model, layers, blocks, world) -> None:
     """Gather in float8 at once, and measure nothing."""
     gather_float8(world, {path: layer.float8_state for path, layer in layers.items()})
 
@@ -193,6 +193,24 @@ def test_the_measurement_leaves_no_trace(options: dict) -> None:
         assert not guards(model)
     (mine, *facts), (other, *expected) = found
     assert facts == expected and facts[-1] >= 1, (facts, expected)
+    same(mine, other)
+
+
+@on_ranks(2)
+def test_blocks_that_are_compiled_later_are_measured_ahead_too():
+    """As Trainer compiles them, with torch_compile=True: the graphs do not contain the measurement."""
+    found = []
+    for late in (False, True):
+        torch._dynamo.reset()
+        counters.clear()
+        model = bmt.auto_wrap(Stateful(), float8=True, compile=False if late else "aot_eager", use_checkpoint=False)
+        for layer in model.layers if late else ():
+            layer.compile(backend="aot_eager")
+        assert guards(model) == 1
+        found.append((train(model, call), counters["stats"]["unique_graphs"]))
+        assert not guards(model)
+    (mine, graphs), (other, expected) = found
+    assert graphs == expected
     same(mine, other)
 
 

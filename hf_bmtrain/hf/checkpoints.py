@@ -314,10 +314,10 @@ class TrainerCheckpoints:
         # groups from optimizer.pt, which it wrote after `save`: a scheduler may have changed the groups in between. So
         # put the newer groups back afterwards.
         groups = [{**group} for group in self._optimizer.param_groups]
-        # If the user has replaced the checkpoint's weight files, the parameters stay as Trainer has loaded them. Buffers
-        # are loaded here unless the user's files contain them. Buffers may differ between ranks, and Trainer does not
-        # load each rank's own buffers: for a model with adapters, it loads no buffers, and for other models, all ranks
-        # load the buffers of rank 0.
+        # If the user has replaced the checkpoint's weight files, the parameters stay as Trainer has loaded them. But
+        # buffers are loaded here unless the user's files contain them. They may differ between ranks, and Trainer does
+        # not load each rank's own buffers: for a model with adapters, it loads no buffers, and for other models, all
+        # ranks load the buffers of rank 0.
         own = writes_own_weights(self._model)
         replaced = _weights_were_replaced(place) if own else _weights_may_be_replaced(place)
         load_parts(

@@ -85,8 +85,8 @@ def enter(x: Tensor, factor: Tensor, adapter: Adapter, rank: int, scaled: bool) 
     scaling.
 
     If the adapter is split (`Adapter.split`), u includes s in the forward, too. Each float32 matrix is then represented
-    as the sum hi + lo of two bfloat16 matrices, and passed as a stack of rows [hi; lo; hi; hi]. Here, only the first hi
-    and the lo of `factor` are used; `add_products` uses the whole stack of the other matrix. The steps are:
+    as the sum hi + lo of two bfloat16 matrices, and passed as a stack of rows [hi; lo; hi; hi]. `factor` is the
+    stack of one matrix, and `add_products` gets that of the other. u is computed in these steps:
 
     1. With the hi and lo of `factor`, compute p = s x hiᵀ and q = s x loᵀ in float32. So p + q is s x Aᵀ in the
        forward, and s dy B in the backward.

@@ -186,9 +186,9 @@ class Residents:
     def _begin_pass(self) -> None:
         """Prepare a pass. Called at its first forward, which is the first training forward after a backward.
 
-        Discards the measurement of the last pass if its backward has failed. Also sets `_idle`, which is True if `begin_forward`
-        has nothing to do in this pass: the ranks have chosen that no buffer stays unsharded, or they have not chosen
-        yet and too few parameters are frozen.
+        Discards the measurement of the last pass if its backward has failed. Also sets `_idle`, which is True if
+        `begin_forward` has nothing to do in this pass: the ranks have chosen that no buffer stays unsharded, or they
+        have not chosen yet and too few parameters are frozen.
         """
         self._forwards = 0
         if self._seen:  # otherwise `end_backward` has emptied this list
@@ -249,7 +249,7 @@ class Residents:
         return any(isinstance(policy, AutoCheckpoint) for policy in self._policies)
 
     def end_backward(self) -> None:
-        """Update the largest measured peak of allocated bytes, and store the input shapes that were measured in this pass.
+        """Update the largest measured peak of allocated bytes, and store the input shapes that this pass has measured.
 
         Does nothing while memory is not measured.
 

@@ -388,7 +388,7 @@ def failed_backward():
     """A pass whose backward fails is not measured, and its peak does not count."""
 
     def fail(gradient):
-        raise OSError
+        raise OSError("as asked")
 
     with memory_of(1 << 40) as memory:
         model = wrapped(memory)
@@ -398,7 +398,7 @@ def failed_backward():
         usable = memory.usable()
         memory.usable, memory.step = lambda: usable, usable  # at its peak, it takes all memory
         memory.reset_peak = lambda: setattr(memory, "step", 500)
-        with pytest.raises(OSError):
+        with pytest.raises(OSError, match="as asked"):
             value.backward()
         train(model, 3, rows=2)
         assert kept(model) == "1111"

@@ -835,8 +835,12 @@ _python: Any = random.getstate.__self__  # pyright: ignore[reportFunctionMemberA
 _head = object.__basicsize__  # the reference count and the type, which come before the words
 _python_words = (ctypes.c_char * (_PlainRandom.__basicsize__ - _head)).from_address(id(_python) + _head)
 _NumpyWords = ctypes.c_char * (4 * (624 + 1))  # the words and the position
+_numpy: Any = np.random.mtrand._rand  # pyright: ignore[reportAttributeAccessIssue]
+_numpy_kept = (ctypes.c_char * (type(_numpy).__basicsize__ - _head)).from_address(id(_numpy) + _head)
+"""The memory of NumPy's global generator itself. NumPy draws normal numbers in pairs, and keeps the second one here,
+outside the words, until the next call takes it."""
 _known_python: tuple[bytes, float | None, Any] = (b"", None, None)  # words, `gauss_next` and state, as last read
-_known_numpy: tuple[bytes, Any] = (b"", None)  # words and state, as last read
+_known_numpy: tuple[bytes, bytes, Any] = (b"", b"", None)  # words, `_numpy_kept` and state, as last read
 
 
 def _read_python() -> Any:
@@ -849,16 +853,13 @@ def _read_python() -> Any:
 
 def _read_numpy() -> Any:
     global _known_numpy
-    bits: Any = np.random.mtrand._rand._bit_generator  # pyright: ignore[reportAttributeAccessIssue]
+    bits: Any = _numpy._bit_generator
     if type(bits) is not np.random.MT19937:  # np.random.set_bit_generator was called
         return np.random.get_state()
-    words = _NumpyWords.from_address(bits.ctypes.state_address).raw
-    if words != _known_numpy[0]:
-        _known_numpy = words, np.random.get_state()
-    # NumPy draws normal numbers in pairs, and keeps the second one outside this memory, until the next call takes it.
-    # While a number is kept, read the state again. Otherwise, the state changes only together with this memory. (If
-    # np.random.set_state sets the same words with a kept number, this is not noticed.)
-    return np.random.get_state() if _known_numpy[1][3] else _known_numpy[1]
+    words, kept = _NumpyWords.from_address(bits.ctypes.state_address).raw, _numpy_kept.raw
+    if words != _known_numpy[0] or kept != _known_numpy[1]:
+        _known_numpy = words, kept, np.random.get_state()
+    return _known_numpy[2]
 
 
 def read_state(generator: Any) -> Any:

@@ -478,7 +478,8 @@ def name(case: Any) -> str:
 
 
 DEFAULT = [
-    (of_form, "rows"), (in_checkpoint, False), (called_alone, "rows", InParts), (from_blocks, "rows"), (from_blocks, "set"),
+    (of_form, "rows"), (in_checkpoint, False), (called_alone, "rows", InParts), (from_blocks, "rows"),
+    (from_blocks, "set"),
 ]  # fmt: skip
 
 

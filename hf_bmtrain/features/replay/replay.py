@@ -13,8 +13,8 @@ from _random import Random as _PlainRandom
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from itertools import chain
-from operator import is_, is_not, itemgetter
+from itertools import chain, compress
+from operator import attrgetter, is_, is_not, itemgetter, ne
 from typing import Any
 
 import numpy as np
@@ -41,6 +41,7 @@ _HOOKS = (
 )  # fmt: skip
 """The attributes in which a module stores its forward hooks, {id: hook}, and their options, {id: True}."""
 _TRAINING = itemgetter("training")
+_VERSION = attrgetter("_version")
 _SMALL = 2**20
 """Bytes of a buffer up to which its first copy is kept until the backward of that forward, see `Replay`."""
 Place = tuple[int, str]
@@ -161,7 +162,7 @@ class Replay:
         attributes: the present attributes.
         observed: see `_observed`, for the present mode.
         """
-        new = {place for place in buffers.places if place not in observed}
+        new = buffers.places.keys() - observed.keys()
         last = self._last()
         if last is not None:  # its backward has not run, so something may write between this forward and backward, too
             self._exposed |= last.written_since()
@@ -197,9 +198,9 @@ class Replay:
                 "buffers instead, or pass use_checkpoint=False to auto_wrap."
             )
         self._written |= written
-        for place, tensor in buffers.places.items():
-            replaced = buffers.dicts[place[0]].get(place[1]) is not tensor
-            changed = replaced or place in written or id(tensor) in buffers.written
+        changes = buffers.changed(written)
+        for place in new | changes:
+            tensor, changed = buffers.places[place], place in changes
             observed[place] = changed or observed.get(place, False)
             large = tensor.numel() * tensor.element_size() > _SMALL
             if place in new and large and not changed and place not in self._exposed:
@@ -274,9 +275,12 @@ def _clones(tensors: dict[int, torch.Tensor]) -> dict[int, torch.Tensor]:
     return {key: copies[key] if key in copies else tensor.clone() for key, tensor in tensors.items()}
 
 
-def _version(tensor: torch.Tensor) -> int:
-    """Return a tensor's version (torch's counter of writes), or 0 for an inference tensor, which has none."""
-    return 0 if tensor.is_inference() else tensor._version
+def _versions(tensors: Sequence[torch.Tensor]) -> list[int]:
+    """Return the versions (torch's counters of writes) of tensors, or 0 for an inference tensor, which has none."""
+    try:
+        return list(map(_VERSION, tensors))
+    except RuntimeError:
+        return [0 if tensor.is_inference() else tensor._version for tensor in tensors]
 
 
 # -- the state: buffers, attributes, containers in the arguments, random generators, forward hooks ---------------------
@@ -305,7 +309,8 @@ class Buffers:
             for name, tensor in own.items()
             if tensor is not None
         }
-        self._versions = {id(tensor): _version(tensor) for tensor in self.places.values()}
+        self._tensors = list(self.places.values())
+        self._versions = _versions(self._tensors)
         self.copies: dict[int, torch.Tensor] = {}
         self.written: set[int] = set()
 
@@ -320,12 +325,31 @@ class Buffers:
 
     def written_since(self) -> set[Place]:
         """Return the buffers whose versions have changed since they were saved or, later, since the forward ended."""
-        return {place for place, tensor in self.places.items() if _version(tensor) != self._versions[id(tensor)]}
+        versions = _versions(self._tensors)
+        if versions == self._versions:
+            return set()
+        return set(compress(self.places, map(ne, versions, self._versions)))
+
+    def changed(self, written: set[Place]) -> set[Place]:
+        """Return the buffers that the forward has replaced, removed or written to.
+
+        written: those to which it has been found to write.
+        """
+        found = {
+            (index, name)
+            for index, (present, saved) in enumerate(zip(self.dicts, self._saved))
+            if not _same_items(present, saved)
+            for name, tensor in saved.items()
+            if tensor is not None and present.get(name) is not tensor
+        }
+        if self.written:
+            found |= {place for place, tensor in self.places.items() if id(tensor) in self.written}
+        return found | written
 
     def end_forward(self, written: set[Place]) -> None:
         """Note which buffers the forward has written to, and from now on, tell what else writes to them."""
         self.written |= {id(self.places[place]) for place in written}
-        self._versions = {id(tensor): _version(tensor) for tensor in self.places.values()}
+        self._versions = _versions(self._tensors)
 
     def show(self) -> Callable[[], None]:
         """Put the saved buffers into the modules, and return a function that puts the present ones back.
@@ -342,7 +366,7 @@ class Buffers:
         present = [dict(each) if each else {} for each in self.dicts]
         for buffers, saved in zip(self.dicts, self._saved):
             if saved or buffers:
-                target = {name: shown.get(id(tensor), tensor) for name, tensor in saved.items()}
+                target = {name: shown.get(id(tensor), tensor) for name, tensor in saved.items()} if shown else saved
                 if not _same_items(buffers, target):
                     _fill(buffers, target)
 

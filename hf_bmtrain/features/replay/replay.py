@@ -62,8 +62,8 @@ class Replay:
       are copied. To find them, the layer's first forward in each mode (and the first with another buffer) copies all
       buffers, and compares their values afterwards, which makes the host wait for the device. The first copies of small
       buffers (`_SMALL`) are kept until backward, in case that something else than a forward writes to them. Each
-      backward finds out to which buffers something has written since the forward. The mode is the attribute `training`
-      of the layer and of all modules inside it.
+      backward finds out to which buffers something has written since the forward. The buffers of batch and instance
+      norms are always copied. The mode is the attribute `training` of the layer and of all modules inside it.
     * The mode: the recomputation runs in the mode of the forward, even if the user has called `eval()` since.
     * Random generators: the global ones of Python and NumPy, and those in attributes and arguments, also inside
       containers. Only those that the forward used are restored. torch's default generators are left out, because
@@ -168,10 +168,10 @@ class Replay:
             self._exposed |= last.written_since()
         modes = attributes.modes() if attributes.norms else ()
         # Batch norm writes its buffers without incrementing their versions. Comparing values is not enough: they stay
-        # the same if the first input is zero.
-        norms = {place for place in buffers.places if place[0] in attributes.norms and modes[place[0]]}
-        written = (self._written & buffers.places.keys()) | norms
-        buffers.copy(new | written | (self._exposed & buffers.places.keys()), written)
+        # the same if the first input is zero. In evaluation mode, a later forward in training mode may write them.
+        norms = {place for place in buffers.places if place[0] in attributes.norms} if modes else set()
+        written = (self._written & buffers.places.keys()) | {place for place in norms if modes[place[0]]}
+        buffers.copy(new | written | norms | (self._exposed & buffers.places.keys()), written)
         return new
 
     def _observe_buffers(self, buffers: Buffers, observed: dict[Place, bool], new: set[Place]) -> None:
@@ -328,7 +328,11 @@ class Buffers:
         versions = _versions(self._tensors)
         if versions == self._versions:
             return set()
-        return set(compress(self.places, map(ne, versions, self._versions)))
+        found = set(compress(self.places, map(ne, versions, self._versions)))
+        # In training mode, batch norm writes its statistics without incrementing their versions, but counts its batches
+        # in another buffer.
+        counting = {index for index, name in found if name == "num_batches_tracked"}
+        return found | {place for place in self.places if place[0] in counting} if counting else found
 
     def changed(self, written: set[Place]) -> set[Place]:
         """Return the buffers that the forward has replaced, removed or written to.

@@ -186,6 +186,7 @@ extern "C" __global__ __launch_bounds__(256) void adam8_update(
     if (r.skip != 0.0f) return;
 
     float m[COUNT], root[COUNT], m_largest = 0, m_scale = scale_of(m_exponent), root_scale = scale_of(root_exponent);
+    float eps = fmaxf(r.eps, 0x1p-63f);  // SMALLEST_EPS in engine/ops/eight_bits.py
     unsigned root_largest = 0;
     decode4<M_FRACTION, true>(m_codes[0], m), decode4<M_FRACTION, true>(m_codes[1], m + 4);
     decode4<ROOT_FRACTION, false>(root_codes[0], root), decode4<ROOT_FRACTION, false>(root_codes[1], root + 4);
@@ -195,7 +196,7 @@ extern "C" __global__ __launch_bounds__(256) void adam8_update(
         float v = root[k] * root[k];
         average(r, g[k], p[k], m[k], v);
         root[k] = sqrt_approx(v);
-        p[k] = p[k] * r.decay - r.step_size * m[k] * reciprocal_approx(fmaf(root[k], r.inverse_root, r.eps));
+        p[k] = p[k] * r.decay - r.step_size * m[k] * reciprocal_approx(fmaf(root[k], r.inverse_root, eps));
         m_largest = fmaxf(m_largest, fabsf(m[k]));
         root_largest = max(root_largest, __float_as_uint(root[k]));
     }

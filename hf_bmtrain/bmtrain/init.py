@@ -14,7 +14,7 @@ from ..engine.base.device_memory import DeviceMemory
 from ..engine.blocks.schedule import ForwardDepth, Schedule
 from ..engine.comm.reduce import CollectiveReduction
 from ..engine.optim import compat
-from ..engine.runtime.backend import check_addresses, open_backend
+from ..engine.runtime.backend import check_addresses, close_backend, open_backend
 from ..engine.runtime.launcher import check_seed, choose_device, find_place, seed_everything
 from ..engine.runtime.monitor import Monitor
 from ..engine.runtime.world import (
@@ -158,15 +158,19 @@ def init_distributed(
     watch = Watch() if size > 1 else None
     monitor = watch or Monitor()
     waits = timedelta(seconds=timeout)
+    found = grid = split_kind = None
     try:
         found = open_backend(rank, size, device, waits, gather, shard_over, init_method, facts, monitor)
+        if tp_size > 1:
+            grid = make_grid(rank, size, tp_size, found.open_group)
     except BaseException:
+        if found is not None:
+            close_backend(device, found.control, found.opened, monitor)
         if not joined and dist.is_initialized():
             destroy_at_exit()
         raise
-    blocks, outside, grid, split_kind = found.blocks, found.outside, None, None
-    if tp_size > 1:
-        grid = make_grid(rank, size, tp_size, found.open_group)
+    blocks, outside = found.blocks, found.outside
+    if grid is not None:
         split_kind = Groups(grid, device, outside).kind
         assert isinstance(outside, CollectiveReduction)  # always, as tp_size > 1 requires shard_over="world"
         blocks = outside = CollectiveReduction(outside.communicator, device, summed=tp_size)

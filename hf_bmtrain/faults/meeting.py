@@ -2,8 +2,8 @@
 
 The ranks communicate through keys of torch's TCPStore. Each rank that arrives sets a key that ends in its rank, and
 increments the key "count". The key "all" is set only once. If all ranks arrive in time, the last of them sets it to
-"met". If the timeout of a waiting rank expires first, that rank sets it to the list of missing ranks. The key "told"
-counts the ranks that have read this list.
+"met". If the timeout of a waiting rank expires first, that rank sets it to the list of missing ranks, or to "met" if
+none is missing. The key "told" counts the ranks that have read this list.
 """
 
 from __future__ import annotations
@@ -194,7 +194,8 @@ def _give_up(store: TCPStore, size: int) -> list[int]:
     store: the store in which each rank records that it has arrived.
     size: the number of ranks.
     """
-    return _ranks_of(store.compare_set(_key("all"), "", " ".join(map(str, _absent(store, size) or [0]))))
+    # If no rank is missing, the last one has set its key, but has not yet incremented "count" and set "all".
+    return _ranks_of(store.compare_set(_key("all"), "", " ".join(map(str, _absent(store, size))) or _MET))
 
 
 def _ranks_of(shown: bytes) -> list[int]:

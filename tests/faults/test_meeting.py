@@ -54,3 +54,29 @@ def test_a_late_rank_is_named_and_again_with_who_has_come(warnings):
     assert "rank 0 has been waiting for 0 s in init_distributed" in first or "waiting for 1 s" in first
     assert "Missing: ranks 1, 2." in first and "Arrived" not in first
     assert "Missing: rank 2." in second and second.endswith("Arrived since the last warning: rank 1.")
+
+
+def test_a_rank_that_comes_while_another_gives_up_is_there(monkeypatch):
+    """Rank 1 has recorded that it is there, but has not been counted yet when the timeout of rank 0 expires."""
+    monkeypatch.setenv("HF_BMTRAIN_HANG_SECONDS", "20")
+    address, stores, gave_up = f"tcp://127.0.0.1:{free_port()}", {}, threading.Event()
+
+    class LateCount(meeting.TCPStore):
+        def add(self, key: str, amount: int) -> int:
+            if threading.current_thread().name == "1":
+                gave_up.wait(20)
+            return super().add(key, amount)
+
+    monkeypatch.setattr(meeting, "TCPStore", LateCount)
+
+    def come(rank: int) -> None:
+        stores[rank] = meeting.meet(rank, 2, timedelta(seconds=(2, 20)[rank]), address)
+        gave_up.set()
+
+    threads = [threading.Thread(target=come, args=(rank,), name=str(rank)) for rank in range(2)]
+    for thread in threads:
+        thread.start()
+    threads[0].join()
+    gave_up.set()
+    threads[1].join()
+    assert sorted(stores) == [0, 1]

@@ -458,6 +458,11 @@ def check_eight_bits_of_rare_values(place: Place) -> None:
         assert float((one == other).float().mean()) > 0.99
     assert torch.equal(codes[2] > 0, expected_codes[2] > 0)
 
+    numbers[adam.RECORD.index("eps")] = 0.0  # the masters of elements with v = 0 stay as they are, but for the decay
+    p, moments = place(torch.ones(n)), eight_bits.Moments(*map(place, eight_bits.Moments.zeros(n, torch.device("cpu"))))
+    eight_bits.adam8_update(place(torch.arange(n) % 2.0), p, moments, None, place(_plain(numbers)))
+    assert torch.equal(_plain(p)[::2], torch.full((n // 2,), 1.5)) and bool((_plain(p)[1::2] < 1.5).all())
+
 
 def check_eight_bits_over_time(place: Place) -> None:
     """Averages follow gradients that grow and shrink by less than a step of the formats, and are stored exactly."""

@@ -320,9 +320,8 @@ class TransformerBlockList(torch.nn.ModuleList):
             index: the index that `module` gets.
             module: a CheckpointBlock. (Another module is inserted, too, but neither sharded nor linked.)
         """
-        self._unlink()
-        super().insert(index, module)
-        self.link()
+        with self._changing():
+            super().insert(index, module)
 
     def append(self, module: torch.nn.Module):
         """Append `module`, and link the last block to it.
@@ -347,31 +346,40 @@ class TransformerBlockList(torch.nn.ModuleList):
         Raises:
             TypeError: `modules` is not iterable, or contains something that is not a module.
         """
-        self._unlink()
-        super().extend(modules)
-        self.link()
+        with self._changing():
+            super().extend(modules)
         return self
 
     def __setitem__(self, index: int, module: torch.nn.Module) -> None:
-        self._unlink()
-        super().__setitem__(index, module)
-        self.link()
+        with self._changing():
+            super().__setitem__(index, module)
 
     def __delitem__(self, index: int | slice) -> None:
-        self._unlink()
-        super().__delitem__(index)
-        self.link()
+        with self._changing():
+            super().__delitem__(index)
 
-    def _unlink(self) -> None:
-        """Clear the links between the blocks, before items of the list are added, replaced or deleted.
+    @contextmanager
+    def _changing(self) -> Iterator[None]:
+        """Context manager in which items of the list are added, replaced or deleted; afterwards, it links the blocks.
 
-        The links are weak references, so a removed block would be prefetched until it is freed. If it is in a reference
-        cycle, it is freed by the garbage collector, earlier on some ranks than on others. Only some ranks would then
-        prefetch it.
+        If the change raises an error, the list gets its former items back.
+
+        The links are cleared before the change. They are weak references, so a removed block would be prefetched until
+        it is freed. If it is in a reference cycle, it is freed by the garbage collector, earlier on some ranks than on
+        others. Only some ranks would then prefetch it.
         """
+        present, saved = self._modules, dict(self._modules)
         blocks: list[Any] = [block for block in self if isinstance(block, CheckpointBlock)]
         for block in blocks:
             block._bmt.next = block._bmt.previous = None
+        try:
+            yield
+        except BaseException:
+            present.clear()
+            present.update(saved)
+            raise
+        finally:
+            self.link()
 
     def __getitem__(self, index):
         if isinstance(index, slice):

@@ -112,8 +112,7 @@ def exchange(value: Any, table: dict[int, torch.Tensor], seen: set[int]) -> Any:
     Used to replace tensors in the arguments or outputs of a layer, for example views of parameters by copies.
 
     Args:
-        value: the value to search. Lists, dicts, deques and attributes of objects are modified in place. Sets are not
-            changed.
+        value: the value to search. Lists, dicts, sets, deques and attributes of objects are modified in place.
         table: the replacements, as {id(old tensor): new tensor}.
         seen: ids of containers to skip. The ids of the containers that are searched are added to it.
 
@@ -127,9 +126,15 @@ def exchange(value: Any, table: dict[int, torch.Tensor], seen: set[int]) -> Any:
         return table.get(id(value), value)
     containers = containers_of(value)
     for container in containers:
-        if id(container) in seen or isinstance(container, set):
+        if id(container) in seen:
             continue
         seen.add(id(container))
+        if isinstance(container, set):
+            items = {item: exchange(item, table, seen) for item in container}
+            if not all(map(is_, items, items.values())):
+                set.clear(container)
+                set.update(container, items.values())
+            continue
         mapping = isinstance(container, dict)
         base: Any = dict if mapping else list if isinstance(container, list) else deque
         for key, item in list(container.items() if mapping else enumerate(container)):
@@ -200,8 +205,8 @@ def copy_views(
     """Return `outputs` with a copy in place of each tensor that is a view of memory that will be freed or overwritten.
 
     Called at the end of a forward. For example, a layer may return a view of a full parameter, which becomes invalid
-    when the parameter is resharded. Lists, dicts and objects in `outputs` are modified in place. Views in sets are not
-    replaced. Gradients flow through the copies.
+    when the parameter is resharded. Lists, dicts, sets and objects in `outputs` are modified in place. Gradients flow
+    through the copies.
 
     Args:
         outputs: the return value of a layer or model.

@@ -273,7 +273,8 @@ class Schedule:
         observers: this rank's observers, the objects whose methods are called at events of training.
         negotiation: makes the ranks agree on each collective of models in which they may enter different blocks.
         running: the forward pass that is running; None if none is.
-        backwards: the number of backwards that have ended.
+        backwards: the number of backwards that have ended without an error.
+        failed_backwards: the number of backwards that have raised an error, and have been cleaned up since.
         collective_layers: whether layers of any model issue collectives in their own forwards. A recomputation repeats
             these collectives, so all ranks must then recompute the same forwards.
     """
@@ -286,7 +287,7 @@ class Schedule:
         self.shards, self.blocks, self.outside, self.inside = shards, blocks, outside, inside
         self.negotiation = Negotiation(control, self._start)
         self.observers = Observers()
-        self.backwards = 0
+        self.backwards = self.failed_backwards = 0
         self.running: ForwardPass | None = None
         self._calibrates = False
         self._members: dict[
@@ -332,6 +333,7 @@ class Schedule:
         args, kwargs: the arguments of the forward.
         """
         if not self.repeats:
+            self.discard_failed_backward()
             for observer in self.observers.before_forward:
                 observer.before_forward(model, args, kwargs)
 
@@ -697,6 +699,7 @@ class Schedule:
         """
         if not self._members or self.in_backward:
             return
+        self.failed_backwards += 1
         members = [member for task in self._members.values() for member in task]
         self._members.clear()
         self._passes.clear()

@@ -35,6 +35,11 @@ _SHIFT = 2.0**120
 the highest fraction bits of a float32. Then multiply this float32 by the factor. The product is the number (below 2)
 that the code represents."""
 
+SMALLEST_EPS = 2.0**-63
+"""A smaller eps counts as this number, the square root of the smallest normal float32. With eps=0, an element whose
+gradients have all been 0, such as one of the padding, would become 0/0. By L2 regularization, this nan would enter its
+moments, and so the exponent that it shares with the elements of its block."""
+
 
 class Moments(NamedTuple):
     """Adam's moments of n elements, stored in 8 bits.
@@ -270,7 +275,9 @@ def update_reference(
         g = g * r["grad_scale"]
         m = m + (g - m) * r["one_minus_beta1"]
         root = v.mul_(r["beta2"]).addcmul_(g, g, value=r["one_minus_beta2"]).sqrt_()
-        p.mul_(r["decay"]).addcdiv_(m, (root * r["inverse_root"]).add_(r["eps"]), value=-r["step_size"])
+        p.mul_(r["decay"]).addcdiv_(
+            m, (root * r["inverse_root"]).add_(max(r["eps"], SMALLEST_EPS)), value=-r["step_size"]
+        )
         stored._store(m, root, random_bits(index_base + part.start, len(m), seed, m.device))
         if master.dtype == torch.int16:
             assert weight is not None

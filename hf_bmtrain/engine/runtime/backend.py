@@ -203,16 +203,29 @@ def open_backend(
         agree(control, "init_distributed", {**_versions(device), **own, **facts})
         return _open_all(rank, size, device, timeout, gather, shard_over, control, opened, monitor)
     except BaseException:
-        # The program may catch the error, and call `init_distributed` again. A monitor that still ran would then report
-        # everything twice, and could end the process.
-        monitor.stop()
-        if device.type == "cuda":
-            abort_all(opened)
-        else:
-            for communicator in opened:
-                communicator.close(abort=True)
-        control.close()
+        close_backend(device, control, opened, monitor)
         raise
+
+
+def close_backend(device: torch.device, control: ObjectComm, opened: Sequence[Communicator], monitor: Monitor) -> None:
+    """Stop `monitor` and close the communicators, after an error in `init_distributed`.
+
+    The program may catch the error, and call `init_distributed` again. A monitor that still ran would then report
+    everything twice, and could end the process.
+
+    Args:
+        device: this rank's device.
+        control: exchanges objects between the ranks.
+        opened: all communicators with other ranks.
+        monitor: watches the other ranks and the communicators.
+    """
+    monitor.stop()
+    if device.type == "cuda":
+        abort_all(opened)
+    else:
+        for communicator in opened:
+            communicator.close(abort=True)
+    control.close()
 
 
 def _open_all(

@@ -130,8 +130,11 @@ def place_buffers(model: torch.nn.Module, world: World) -> None:
                 # For some of these tensors, neither `broadcast` nor `copy_` works. So rank 0's tensor is sent as a
                 # Python object, and replaces the module's buffer.
                 if id(buffer) not in sent:
-                    first = world.control.broadcast_object(buffer.cpu() if world.rank == 0 else None)
-                    sent[id(buffer)] = buffer, placed if world.rank == 0 else first.to(world.device)
+                    opaque = placed.layout is torch._mkldnn  # pyright: ignore[reportAttributeAccessIssue]
+                    value = buffer.to_dense() if opaque else buffer.cpu()  # tensors of mkldnn cannot be pickled
+                    first = world.control.broadcast_object(value if world.rank == 0 else None)
+                    received = first.to_mkldnn() if opaque else first.to(world.device)
+                    sent[id(buffer)] = buffer, placed if world.rank == 0 else received
                 module._buffers[name] = sent[id(buffer)][1]
                 continue
             module._buffers[name] = placed

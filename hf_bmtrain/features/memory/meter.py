@@ -198,8 +198,8 @@ class Meter:
         A pass consists of all training forwards between two backwards, and of the backward that follows them. Call this
         method at the start of each training forward.
 
-        backwards: the number of backwards that have ended so far (`Schedule.backwards`). A pass begins if this number
-            is not the one that was passed in the previous call.
+        backwards: the number of backwards that have ended so far, such as `Schedule.backwards`. A pass begins if this
+            number is not the one that was passed in the previous call.
         """
         if backwards == self._backwards:
             return False

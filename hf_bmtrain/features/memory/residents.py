@@ -165,7 +165,7 @@ class Residents:
 
         shapes: the shapes of the forward's inputs.
         """
-        begins = self._meter.enters_pass(self._schedule.backwards)
+        begins = self._meter.enters_pass(self._schedule.backwards + self._schedule.failed_backwards)
         if begins:
             self._begin_pass()
         if self._idle:
@@ -187,14 +187,13 @@ class Residents:
     def _begin_pass(self) -> None:
         """Prepare a pass: all training forwards up to the next backward, and that backward.
 
-        Called at the first of these forwards. Stores the input shapes that were measured in the last pass. Also sets
-        `_idle`, which is True if `begin_forward` has nothing to do in this pass: the ranks have found that no buffer
-        can stay unsharded, or they have not chosen buffers yet and too few parameters are frozen.
+        Called at the first of these forwards. Discards the measurement of the last pass if its backward has failed.
+        Also sets `_idle`, which is True if `begin_forward` has nothing to do in this pass: the ranks have found that no
+        buffer can stay unsharded, or they have not chosen buffers yet and too few parameters are frozen.
         """
         self._forwards = 0
-        for number, shapes in self._seen:  # not added earlier, because a measurement is complete when its pass ends
-            self._inputs.add(shapes, number)
-        self._seen = []
+        if self._seen:  # otherwise `end_backward` has emptied this list
+            self._seen, self._peak = [], None
         if self._planned:
             self._idle = not self._chosen
             return
@@ -252,12 +251,20 @@ class Residents:
         return any(isinstance(policy, AutoCheckpoint) for policy in self._policies)
 
     def end_backward(self) -> None:
-        """Update the largest measured peak of allocated bytes. Does nothing while memory is not measured.
+        """Update the largest measured peak of allocated bytes, and store the input shapes that this pass has measured.
+
+        Does nothing while memory is not measured.
 
         The largest peak determines how much memory is left for resident buffers (those that stay unsharded between
         steps). The allocator's peak is read at the end of each backward, because the user may reset the allocator's
         peak statistics between steps. It is read once more when the ranks choose the resident buffers.
         """
+        self._update_peak()
+        for number, shapes in self._seen:
+            self._inputs.add(shapes, number)
+        self._seen = []
+
+    def _update_peak(self) -> None:
         if self._peak is not None:
             self._peak = max(self._peak, self._meter.taken())
 
@@ -272,7 +279,7 @@ class Residents:
         if self._is_planned:
             left = self._planner.activations.left
             return None if left is None else left - others
-        self.end_backward()
+        self._update_peak()
         return None if self._peak is None else free + self._planner.gathered_bytes - others - self._peak
 
     def _agree(self) -> None:

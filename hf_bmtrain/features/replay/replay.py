@@ -14,8 +14,8 @@ from _random import Random as _PlainRandom
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from itertools import chain
-from operator import is_, is_not, itemgetter
+from itertools import chain, compress
+from operator import attrgetter, is_, is_not, itemgetter, ne
 from typing import Any
 
 import numpy as np
@@ -42,6 +42,7 @@ _HOOKS = (
 )  # fmt: skip
 """The attributes in which a module stores its forward hooks, {id: hook}, and their options, {id: True}."""
 _TRAINING = itemgetter("training")
+_VERSION = attrgetter("_version")
 _SMALL = 2**20
 """Buffers of at most this many bytes count as small. `Replay` keeps the first copy of a small buffer until backward."""
 Place = tuple[int, str]
@@ -80,7 +81,7 @@ class Replay:
       until backward, in case other code writes to the buffer.
     * An earlier forward has written to the buffer in place.
     * Other code has written to the buffer in place, between an earlier forward and its backward.
-    * The buffer belongs to a batch or instance norm in training mode.
+    * The buffer belongs to a batch or instance norm.
 
     Args:
         layer: the module whose forward is recomputed. Its state includes that of all modules inside it.
@@ -173,16 +174,16 @@ class Replay:
         attributes: the layer's present attributes.
         observed: {buffer: whether forwards in the present mode change it}, an entry of `self._observed`.
         """
-        new = {place for place in buffers.places if place not in observed}
+        new = buffers.places.keys() - observed.keys()
         last = self._last()
         if last is not None:  # the last forward waits for its backward: find out what was written to in between
             self._exposed |= last.written_since()
         modes = attributes.modes() if attributes.norms else ()
         # Batch norm writes its buffers without incrementing their versions. Comparing values is not enough: they stay
-        # the same if the first input is zero.
-        norms = {place for place in buffers.places if place[0] in attributes.norms and modes[place[0]]}
-        written = (self._written & buffers.places.keys()) | norms
-        buffers.copy(new | written | (self._exposed & buffers.places.keys()), written)
+        # the same if the first input is zero. In evaluation mode, a later forward in training mode may write them.
+        norms = {place for place in buffers.places if place[0] in attributes.norms} if modes else set()
+        written = (self._written & buffers.places.keys()) | {place for place in norms if modes[place[0]]}
+        buffers.copy(new | written | norms | (self._exposed & buffers.places.keys()), written)
         return new
 
     def _observe_buffers(self, buffers: Buffers, observed: dict[Place, bool], new: set[Place]) -> None:
@@ -210,9 +211,9 @@ class Replay:
                 "buffers instead, or pass use_checkpoint=False to auto_wrap."
             )
         self._written |= written
-        for place, tensor in buffers.places.items():
-            replaced = buffers.dicts[place[0]].get(place[1]) is not tensor
-            changed = replaced or place in written or id(tensor) in buffers.written
+        changes = buffers.changed(written)
+        for place in new | changes:
+            tensor, changed = buffers.places[place], place in changes
             observed[place] = changed or observed.get(place, False)
             large = tensor.numel() * tensor.element_size() > _SMALL
             if place in new and large and not changed and place not in self._exposed:
@@ -291,9 +292,12 @@ def _clones(tensors: dict[int, torch.Tensor]) -> dict[int, torch.Tensor]:
     return {key: copies[key] if key in copies else tensor.clone() for key, tensor in tensors.items()}
 
 
-def _version(tensor: torch.Tensor) -> int:
-    """Return a tensor's version (torch's counter of writes), or 0 for an inference tensor, which has none."""
-    return 0 if tensor.is_inference() else tensor._version
+def _versions(tensors: Sequence[torch.Tensor]) -> list[int]:
+    """Return the versions (torch's counters of writes) of tensors, or 0 for an inference tensor, which has none."""
+    try:
+        return list(map(_VERSION, tensors))
+    except RuntimeError:
+        return [0 if tensor.is_inference() else tensor._version for tensor in tensors]
 
 
 # -- the state: buffers, attributes, containers in the arguments, random generators, forward hooks ---------------------
@@ -324,7 +328,8 @@ class Buffers:
             for name, tensor in own.items()
             if tensor is not None
         }
-        self._versions = {id(tensor): _version(tensor) for tensor in self.places.values()}
+        self._tensors = list(self.places.values())
+        self._versions = _versions(self._tensors)
         self.copies: dict[int, torch.Tensor] = {}
         self.written: set[int] = set()
 
@@ -343,7 +348,30 @@ class Buffers:
         If the forward has not ended yet (`end_forward` was not called), return those written to since this object was
         created. A write is noticed if it increments the buffer's version, torch's counter of writes.
         """
-        return {place for place, tensor in self.places.items() if _version(tensor) != self._versions[id(tensor)]}
+        versions = _versions(self._tensors)
+        if versions == self._versions:
+            return set()
+        found = set(compress(self.places, map(ne, versions, self._versions)))
+        # In training mode, batch norm writes its statistics without incrementing their versions. It counts its batches
+        # in another buffer, whose version it does increment.
+        counting = {index for index, name in found if name == "num_batches_tracked"}
+        return found | {place for place in self.places if place[0] in counting} if counting else found
+
+    def changed(self, written: set[Place]) -> set[Place]:
+        """Return the buffers that the forward has replaced, removed or written to.
+
+        written: the buffers to which the forward has been found to write.
+        """
+        found = {
+            (index, name)
+            for index, (present, saved) in enumerate(zip(self.dicts, self._saved))
+            if not _same_items(present, saved)
+            for name, tensor in saved.items()
+            if tensor is not None and present.get(name) is not tensor
+        }
+        if self.written:
+            found |= {place for place, tensor in self.places.items() if id(tensor) in self.written}
+        return found | written
 
     def end_forward(self, written: set[Place]) -> None:
         """Record that the forward has ended. Afterwards, `written_since` reports only writes after this call.
@@ -351,7 +379,7 @@ class Buffers:
         written: the buffers to which the forward has written in place.
         """
         self.written |= {id(self.places[place]) for place in written}
-        self._versions = {id(tensor): _version(tensor) for tensor in self.places.values()}
+        self._versions = _versions(self._tensors)
 
     def show(self) -> Callable[[], None]:
         """Put the saved buffers into the modules for a recomputation. Return a function that undoes this.
@@ -368,7 +396,7 @@ class Buffers:
         present = [dict(each) if each else {} for each in self.dicts]
         for buffers, saved in zip(self.dicts, self._saved):
             if saved or buffers:
-                target = {name: shown.get(id(tensor), tensor) for name, tensor in saved.items()}
+                target = {name: shown.get(id(tensor), tensor) for name, tensor in saved.items()} if shown else saved
                 if not _same_items(buffers, target):
                     _fill(buffers, target)
 
@@ -869,8 +897,12 @@ _python: Any = random.getstate.__self__  # pyright: ignore[reportFunctionMemberA
 _head = object.__basicsize__  # the size of the reference count and the type, after which the words begin
 _python_words = (ctypes.c_char * (_PlainRandom.__basicsize__ - _head)).from_address(id(_python) + _head)
 _NumpyWords = ctypes.c_char * (4 * (624 + 1))  # the words and the position
+_numpy: Any = np.random.mtrand._rand  # pyright: ignore[reportAttributeAccessIssue]
+_numpy_kept = (ctypes.c_char * (type(_numpy).__basicsize__ - _head)).from_address(id(_numpy) + _head)
+"""The memory of NumPy's global generator itself. NumPy draws normal numbers in pairs, and keeps the second one here,
+outside the words, until the next call takes it."""
 _known_python: tuple[bytes, float | None, Any] = (b"", None, None)  # words, `gauss_next` and state, as last read
-_known_numpy: tuple[bytes, Any] = (b"", None)  # words and state, as last read
+_known_numpy: tuple[bytes, bytes, Any] = (b"", b"", None)  # words, `_numpy_kept` and state, as last read
 
 
 def _read_python() -> Any:
@@ -883,16 +915,13 @@ def _read_python() -> Any:
 
 def _read_numpy() -> Any:
     global _known_numpy
-    bits: Any = np.random.mtrand._rand._bit_generator  # pyright: ignore[reportAttributeAccessIssue]
+    bits: Any = _numpy._bit_generator
     if type(bits) is not np.random.MT19937:  # np.random.set_bit_generator was called
         return np.random.get_state()
-    words = _NumpyWords.from_address(bits.ctypes.state_address).raw
-    if words != _known_numpy[0]:
-        _known_numpy = words, np.random.get_state()
-    # NumPy draws normal numbers in pairs, and keeps the second one outside this memory, until the next call takes it.
-    # While a number is kept, read the state again. Otherwise, the state changes only together with this memory. (If
-    # np.random.set_state sets the same words with a kept number, this is not noticed.)
-    return np.random.get_state() if _known_numpy[1][3] else _known_numpy[1]
+    words, kept = _NumpyWords.from_address(bits.ctypes.state_address).raw, _numpy_kept.raw
+    if words != _known_numpy[0] or kept != _known_numpy[1]:
+        _known_numpy = words, kept, np.random.get_state()
+    return _known_numpy[2]
 
 
 def read_state(generator: Any) -> Any:

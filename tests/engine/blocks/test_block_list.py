@@ -168,6 +168,34 @@ def added():
     compare(blocks, layers, lambda x: (blocks(x),), plain)
 
 
+def failed_changes():
+    """A change that raises an error leaves the list as it was, with all its links."""
+    blocks = bmt.TransformerBlockList(made(Layer, 3))
+    kept, new = list(blocks), [bmt.CheckpointBlock(layer) for layer in made(Layer, 2)]
+
+    def stopped():
+        yield new[0]
+        raise OSError
+
+    changes = [
+        (lambda: blocks.extend([*new, "no module"]), TypeError),
+        (lambda: blocks.extend(stopped()), OSError),
+        (lambda: blocks.extend(1), TypeError),
+        (lambda: blocks.append("no module"), TypeError),
+        (lambda: blocks.insert(-1, new[0]), KeyError),
+        (lambda: blocks.__setitem__(7, new[0]), IndexError),
+        (lambda: blocks.__setitem__(0, "no module"), TypeError),
+        (lambda: blocks.__delitem__(7), IndexError),
+    ]
+    for change, error in changes:
+        with pytest.raises(error):
+            change()
+        assert list(blocks) == kept and list(blocks._modules) == ["0", "1", "2"]
+        for block, following in zip(kept, kept[1:]):
+            assert block._bmt.next() is following._bmt and following._bmt.previous() is block._bmt
+    assert new[0]._bmt.previous is None
+
+
 def refused():
     x = start(0)
     with pytest.raises(ValueError, match="num_hidden=2"):
@@ -180,7 +208,7 @@ def refused():
         bmt.CheckpointBlock(Layer(), zero_level=1)
 
 
-CASES = [several_hidden_states, hidden_states, options_of_each_block, removed, added, refused]
+CASES = [several_hidden_states, hidden_states, options_of_each_block, removed, added, failed_changes, refused]
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)

@@ -249,6 +249,31 @@ def nested_outputs(options):
     check_twins(AnsweringTower, tower_loss, **options)
 
 
+class InSet(Layer):
+    """Takes and returns its hidden states in a set."""
+
+    def forward(self, states):
+        (x,) = states
+        return {super().forward(x)}
+
+
+class SetTower(Tower):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(1)
+        self.layers = nn.ModuleList([InSet() for _ in range(3)])
+
+    def forward(self, ids):
+        states = {self.embedding(ids)}
+        for layer in self.layers:
+            states = layer(states)
+        return self.head(*states).square().mean()
+
+
+def sets(options):
+    check_twins(SetTower, tower_loss, **options)
+
+
 class Pair(namedtuple("Pair", "hidden rows")):  # unlike a plain named tuple, it has a `__dict__`
     pass
 
@@ -331,6 +356,7 @@ CASES = [
     identities,
     returned,
     nested_outputs,
+    sets,
     tuples_with_attributes,
     after_an_exception,
     without_gradients,
@@ -341,7 +367,7 @@ CASES = [
 @pytest.mark.parametrize("options", [OPTIONS[0], *in_full(OPTIONS[3])], ids=lambda o: "-".join(map(str, o.values())))
 @pytest.mark.parametrize(
     "case",
-    by_default(CASES, identities, tuples_with_attributes, after_an_exception, two_forwards_at_once),
+    by_default(CASES, identities, sets, tuples_with_attributes, after_an_exception, two_forwards_at_once),
     ids=lambda case: case.__name__,
 )
 def test_containers(world, case, options):

@@ -60,6 +60,7 @@ FORMS: dict[str, tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tens
     "tuple": (lambda w: (None, (w[:ROWS],)), lambda y: y[1][0]),
     "named tuple": (lambda w: Named([w[:ROWS]]), lambda y: y.state[0]),
     "list": (lambda w: [[w[:ROWS]], "x"], lambda y: y[0][0]),
+    "set": (lambda w: {w[:ROWS], None}, lambda y: next(rows for rows in y if rows is not None)),
     "dict": (lambda w: {"state": {"rows": w[:ROWS]}}, lambda y: y["state"]["rows"]),
     "output": (lambda w: Output(state=w[:ROWS]), lambda y: y.state),
     "namespace": (lambda w: SimpleNamespace(state=w[:ROWS]), lambda y: y.state),
@@ -458,7 +459,7 @@ CASES: list[tuple[Any, ...]] = [
     *((called_alone, form) for form in SEARCHED),
     (called_alone, "rows", InParts),
     *((returned_by_the_model, form) for form in SEARCHED),
-    *((from_blocks, form) for form in SEARCHED),
+    *((from_blocks, form) for form in (*SEARCHED, "set")),
     *((from_blocks, "rows", level, recomputed) for level in (2, 3) for recomputed in (False, True)),
     (from_blocks_in_arguments, False), (from_blocks_in_arguments, True), (from_frozen_blocks,),
     (from_blocks_by_hook,),
@@ -467,7 +468,7 @@ CASES: list[tuple[Any, ...]] = [
     (compiled_model, Model), (compiled_model_returns,),
 ]  # fmt: skip
 MORE_CASES = [
-    *((from_blocks, form) for form in FORMS if form not in SEARCHED),
+    *((from_blocks, form) for form in FORMS if form not in (*SEARCHED, "set")),
     (compiled_model, Tables), (compiled_model, ReturnsRows),
 ]  # fmt: skip
 
@@ -476,7 +477,10 @@ def name(case: Any) -> str:
     return "-".join(str(getattr(value, "__name__", value)) for value in case)
 
 
-DEFAULT = [(of_form, "rows"), (in_checkpoint, False), (called_alone, "rows", InParts), (from_blocks, "rows")]
+DEFAULT = [
+    (of_form, "rows"), (in_checkpoint, False), (called_alone, "rows", InParts), (from_blocks, "rows"),
+    (from_blocks, "set"),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("case", [*by_default(CASES, *DEFAULT), *in_slow(*MORE_CASES)], ids=name)

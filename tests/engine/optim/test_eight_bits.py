@@ -181,6 +181,34 @@ def test_near_adamw(world, size, dtype, device):
     world(size)(near_adamw, dtype, device)
 
 
+def without_eps(dtype, device):
+    """With eps=0 and L2 regularization, elements whose gradients are all 0, as of padding, do not make others nan."""
+    with as_on(device):
+        model = torch.nn.Linear(5, 7).to(dtype)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.uniform_(0.2, 0.4)
+            model.weight[3] = 0.0
+        start = {name: value.clone() for name, value in model.state_dict().items()}
+        bmt.auto_wrap(model)
+        options = {"lr": 1e-2, "eps": 0.0, "weight_decay": 0.1, "decoupled": False}
+        optimizer = bmt.optim.AdamOptimizer(model.parameters(), **options, state_bits=8)
+        for _ in range(4):
+            for parameter in model.parameters():
+                parameter.grad = torch.zeros_like(parameter)
+            optimizer.step()
+        for name, value in model.state_dict().items():  # L2 alone: each step moves a weight by about lr towards 0
+            expected = start[name] - 0.04 * start[name].sign()
+            torch.testing.assert_close(value, expected, rtol=0, atol=0.01, msg=name)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "device"), pairwise([(torch.float32, "cpu")], [torch.float32, torch.bfloat16], ["cpu", "gpu"])
+)
+def test_without_eps(world, dtype, device):
+    world(2)(without_eps, dtype, device)
+
+
 @full
 @on_ranks(2)
 def test_deep_copy():

@@ -182,10 +182,20 @@ def count():  # registered first, so it runs last
 
 atexit.register(count)
 import hf_bmtrain as bmt
+import hf_bmtrain.bmtrain.init as init
 try:
     bmt.init_distributed(gather="two-level")
 except RuntimeError as error:
     assert "there is one host" in str(error)
+
+def fail(*arguments):
+    raise OSError
+
+init.make_grid, make = fail, init.make_grid
+try:
+    bmt.init_distributed(tp_size=2)
+except OSError:
+    init.make_grid = make
 bmt.init_distributed()
 bmt.synchronize()
 print(sum(thread.name == "hf_bmtrain watch" for thread in threading.enumerate()))

@@ -283,6 +283,7 @@ UNUSUAL = {
     "compressed rows": lambda values: values.to_sparse_csr(),
     "half complex": lambda values: values.to(torch.complex32),
     "quantized": lambda values: torch.quantize_per_tensor(values, 0.5, 0, torch.qint8),
+    "mkldnn": lambda values: values.to_mkldnn(),
 }
 
 
@@ -311,9 +312,10 @@ def test_buffers_of_unusual_layouts_and_dtypes(kind, use_checkpoint, folder):
     model, twin = bmt.auto_wrap(seeded(make, 2.0 + bmt.rank())(), use_checkpoint=use_checkpoint), first()
     for step in range(2):
         compare_backward(model, twin, tower_loss, step)
-    bmt.save(model, f"{folder}/model.pt")
-    found = torch.load(f"{folder}/model.pt", weights_only=True)["layers.1.table"]
-    expected = twin.layers[1].table
+    found = expected = twin.layers[1].table
+    if kind != "mkldnn":  # torch.save refuses it
+        bmt.save(model, f"{folder}/model.pt")
+        found = torch.load(f"{folder}/model.pt", weights_only=True)["layers.1.table"]
     assert found.layout == expected.layout and found.dtype == expected.dtype
     reason = "is torch" if found.layout is torch.strided else "has layout torch"
     with pytest.raises(ValueError, match=rf"layers\.1\.table {reason}"):

@@ -384,6 +384,30 @@ def larger_inputs():
         assert kept(model) == "1111"
 
 
+def failed_backward():
+    """A pass whose backward fails is not measured, and its peak does not count."""
+
+    def fail(gradient):
+        raise OSError("as asked")
+
+    with memory_of(1 << 40) as memory:
+        model = wrapped(memory)
+        handle = model.layers[1].register_forward_hook(lambda module, args, output: output.register_hook(fail) and None)
+        value = model(ids(0, bmt.rank())[:3])
+        handle.remove()
+        usable = memory.usable()
+        memory.usable, memory.step = lambda: usable, usable  # at its peak, it takes all memory
+        memory.reset_peak = lambda: setattr(memory, "step", 500)
+        with pytest.raises(OSError, match="as asked"):
+            value.backward()
+        train(model, 3, rows=2)
+        assert kept(model) == "1111"
+        seen, planner = [], memory_planner()
+        model.layers[0].register_forward_pre_hook(lambda *_: seen.append(planner.resident_bytes))
+        train(model, 1, rows=3)
+        assert seen[0] == 0, "the larger batch had not all memory"
+
+
 def less_memory():
     """Memory that something else takes, on one rank, is given back by all."""
     outside, block = sizes()
@@ -494,7 +518,7 @@ def told_on_the_cpu():
 
 
 DECISIONS = [
-    least_memory, larger_inputs, waits_for_the_optimizer, evaluation,
+    least_memory, larger_inputs, failed_backward, waits_for_the_optimizer, evaluation,
     *in_full(less_memory, fully_trained, two_models, told_on_the_cpu),
     pytest.param(recomputation_first, marks=[counts_saved, full], id="recomputation_first"),
 ]  # fmt: skip

@@ -247,6 +247,44 @@ def test_gradients(case, forwards):
             each.zero_grad()
 
 
+class Normed(Layer):
+    def __init__(self):
+        super().__init__()
+        self.norm = torch.nn.BatchNorm1d(3)
+
+    def forward(self, x):
+        return super().forward(torch.sin(self.norm(x)))
+
+
+def evaluate_between(model, step, training):
+    """The backward of a forward in eval mode, before (`training` is None) or after a forward in training mode."""
+    model.eval()
+    loss = model(ids(step, 0))
+    if training is None:
+        loss.backward()
+    model.train()
+    with torch.set_grad_enabled(bool(training)):
+        model(ids(step + 5, 0))
+    if training is not None:
+        loss.backward()
+
+
+@pytest.mark.parametrize("training", [True, False])
+@on_ranks(2)
+def test_statistics_of_norms(training):
+    """A forward in eval mode is recomputed with its statistics. (Plain torch computes with those that came later.)"""
+    model, twin = bmt.auto_wrap(tower_of(Normed)), tower_of(Normed)
+    for step in range(3):
+        if step == 0:
+            for each in (model, twin):
+                each.eval()(ids(9, 0)).backward()
+        evaluate_between(model, step, training)
+        evaluate_between(twin, step, None)
+        check_gradients(model, twin)
+        for each in (model, twin):
+            each.zero_grad()
+
+
 @on_ranks(2)
 def test_late_writes_are_refused():
     """Values that nothing has copied, because no write was expected, cannot be recomputed from."""

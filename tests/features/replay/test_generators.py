@@ -177,6 +177,21 @@ def test_states(kind):
     assert unused._states == []
 
 
+def test_a_normal_number_that_numpy_keeps():
+    """It is set, changed and dropped, while the rest of the state stays."""
+    numpy.random.seed(7)
+    state = numpy.random.get_state()[:3]
+    for kept in ((1, 0.25), (1, 0.5), (0, 0.0)):
+        before = Generators([numpy.random])
+        numpy.random.set_state((*state, *kept))
+        following = Generators([numpy.random])
+        numpy.random.randn()
+        following.restore()
+        assert numpy.random.get_state()[3:] == kept
+        before.keep_moved()
+        assert len(before._states) == 1
+
+
 @on_ranks(1)
 def test_a_generator_without_state():
     """Plain torch takes a layer that has one, too."""

@@ -261,14 +261,20 @@ equivalent."""
 # -- optimizers -----------------------------------------------------------------------------------------------------
 
 
-def state_dict_hooks(optimizer: torch.optim.Optimizer) -> list[Callable[..., Any]] | None:
-    """Return the hooks that run at the end of `optimizer.state_dict()`. torch can register them, but not list them.
+def unwrapped(optimizer: Any) -> torch.optim.Optimizer:
+    """Return the optimizer inside wrappers such as Accelerate's, or `optimizer` itself if it is not wrapped.
 
-    Returns None for a wrapper, such as Accelerate's, which has no hooks of its own because it does not call
-    `Optimizer.__init__`.
+    A wrapper is an optimizer that has no hooks of its own, because it does not call `Optimizer.__init__`, and that has
+    an attribute `optimizer`.
     """
-    hooks = getattr(optimizer, "_optimizer_state_dict_post_hooks", None)
-    return None if hooks is None else list(hooks.values())
+    while not hasattr(optimizer, "_optimizer_state_dict_post_hooks") and hasattr(optimizer, "optimizer"):
+        optimizer = optimizer.optimizer
+    return optimizer
+
+
+def state_dict_hooks(optimizer: torch.optim.Optimizer) -> list[Callable[..., Any]]:
+    """Return the hooks that run at the end of `optimizer.state_dict()`. torch can register them, but not list them."""
+    return list(optimizer._optimizer_state_dict_post_hooks.values())
 
 
 def has_load_hooks(optimizer: torch.optim.Optimizer) -> bool:

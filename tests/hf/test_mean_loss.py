@@ -2,6 +2,7 @@
 
 import gc
 import math
+import pickle
 import weakref
 
 import numpy
@@ -272,6 +273,22 @@ def divide_by_array(total, count):
     return total / float(numpy.asarray(count))
 
 
+def divide_by_shared(total, count):
+    return total / torch.from_dlpack(torch.as_tensor(count))
+
+
+def divide_by_pickled(total, count):
+    return total / pickle.loads(pickle.dumps(torch.as_tensor(count)))
+
+
+def divide_by_complex(total, count):
+    return total / complex(count).real
+
+
+def told(total, count):
+    return total + len(f"{count} {count!r}") * 0
+
+
 def divide_in_stack(total, count):
     both = torch.stack([total, count])
     return both[0] / both[1]
@@ -282,6 +299,7 @@ def divide_in_stack(total, count):
     [
         divide, divide_by_copy, divide_by_number, divide_by_item, pass_on, fused, ignore, divide_by_new_tensor,
         divide_by_cast, divide_by_its_like, divide_by_filled, divide_by_stored, divide_by_array, divide_in_stack,
+        divide_by_shared, divide_by_pickled, divide_by_complex, told,
         compiled(divide), compiled(divide_by_copy), compiled(pass_on),
         compiled_ignore,
     ],
@@ -291,6 +309,6 @@ def test_use_of_the_number_of_labels_is_seen(function, count):
     use, total = CountUse(), torch.tensor(3.0, requires_grad=True)
     for _ in range(2):
         loss = function(total, count=use.observed(count))
-        assert use.seen == (function not in (ignore, compiled_ignore))
+        assert use.seen == (function not in (ignore, told, compiled_ignore))
         assert type(loss) is torch.Tensor and loss.requires_grad
         torch.testing.assert_close(loss, function(total, count=torch.as_tensor(count)))

@@ -237,6 +237,8 @@ class BMTrainCallback(TrainerCallback):
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         assert self._weights is not None and self._checkpoints is not None
+        if args.load_best_model_at_end and state.best_model_checkpoint is not None:
+            self._checkpoints.load_best(state.best_model_checkpoint)
         self._checkpoints.close()
         self.stage(args, self._weights.model)
         self._close()

@@ -455,7 +455,7 @@ def test_own_entries_that_torch_refuses_to_load(folder):
     for refused in Path("a"), contextlib.nullcontext, lambda: None:
         own["fine"], own["nested"] = numpy.float64(1), [1, {"deep": refused}]
         place = rf"SGD has an object of type {type(refused).__name__} at \['nested'\]\[1\]\['deep'\]"
-        with pytest.raises(RuntimeError, match=rf"nothing was saved.*rank 1: ValueError: the state_dict\(\) of {place}"):
+        with pytest.raises(RuntimeError, match=rf"nothing was saved.*rank 1: .*the state_dict\(\) of {place}"):
             bmt.save_state(folder, model, optimizer)
     with pytest.raises(RuntimeError, match=r"Path at \['ranks'\]\[0\]\['extra'\]\['a'\], which"):
         bmt.save_state(folder, model, extra={"a": Path("a")})

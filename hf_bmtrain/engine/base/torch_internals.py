@@ -264,11 +264,14 @@ equivalent."""
 def unwrapped(optimizer: Any) -> torch.optim.Optimizer:
     """Return the optimizer inside wrappers such as Accelerate's, or `optimizer` itself if it is not wrapped.
 
-    A wrapper is an optimizer that has no hooks of its own, because it does not call `Optimizer.__init__`, and that has
-    an attribute `optimizer`.
+    A wrapper is a torch.optim.Optimizer with an attribute `optimizer`, whose state is also its own. (Schedulers have
+    such an attribute, too, but are no wrappers. An optimizer with other state than the one inside it is none, either.)
     """
-    while not hasattr(optimizer, "_optimizer_state_dict_post_hooks") and hasattr(optimizer, "optimizer"):
-        optimizer = optimizer.optimizer
+    while isinstance(optimizer, torch.optim.Optimizer):
+        inner = getattr(optimizer, "optimizer", None)
+        if not isinstance(inner, torch.optim.Optimizer) or inner.state is not optimizer.state:
+            break
+        optimizer = inner
     return optimizer
 
 

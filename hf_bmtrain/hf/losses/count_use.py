@@ -26,8 +26,8 @@ class CountUse:
     corrects it.
 
     Pass the tensor that `observed` returns to the code, in place of `num_items_in_batch`. After the code has run, read
-    `seen`. Computing with the tensor and reading its value count as a use. Printing it does not, and neither does reading
-    its dtype, shape or device.
+    `seen`. Computing with the tensor and reading its value count as a use. Printing it, or reading its dtype, shape or
+    device, does not.
 
     Attributes:
         seen: whether code has used the tensor that the last call of `observed` returned.

@@ -300,19 +300,24 @@ def sharded_gpt2(method):
     return bmt.auto_wrap(build("gpt2")), {"callbacks": [bmt.hf.BMTrainCallback()]}
 
 
-def evaluate(kind, how, folder, size, given, columns, method="lora", collator=None):
+def evaluate(kind, how, folder, size, given, columns, method="lora", **options):
     """The loss of an evaluation with 8 rows a batch on all ranks together, and what is told of it."""
     import datasets
 
     rows = datasets.Dataset.from_dict(columns)
     given = {"per_device_eval_batch_size": BATCH // size, **given}
-    trainer = make_trainer(kind, how, folder, size, given, method, eval_dataset=rows, data_collator=collator)
+    trainer = make_trainer(kind, how, folder, size, given, method, eval_dataset=rows, **options)
     with log_lines() as lines:
         return trainer.evaluate()["eval_loss"], lines
 
 
 def evaluate_sharded(kind, how, folder, *arguments):
     return evaluate(kind, how, folder, bmt.world_size(), *arguments)
+
+
+def evaluate_shifted(how, folder):
+    columns = {"text": [" w5 w6 w7" * 5] * 4 + [" w8 w9 w2"] * 4}
+    return evaluate(sft, how, folder, bmt.world_size(), {}, columns, data_collator=shift)[0]
 
 
 def shift(rows):
@@ -326,9 +331,8 @@ def shift(rows):
 @full
 def test_sft_counts_shift_labels(world, tmp_path):
     """If a collator makes them, the loss uses them in place of `labels`. Rows of one rank are longer."""
-    arguments = {}, {"text": [" w5 w6 w7" * 5] * 4 + [" w8 w9 w2"] * 4}, "lora", shift
-    expected, _ = evaluate(sft, gpt2, str(tmp_path / "plain"), 1, *arguments)
-    for loss, _ in world(2)(evaluate_sharded, sft, sharded_gpt2, str(tmp_path / "ours"), *arguments):
+    (expected,) = world(1)(evaluate_shifted, gpt2, str(tmp_path / "plain"))
+    for loss in world(2)(evaluate_shifted, sharded_gpt2, str(tmp_path / "ours")):
         assert loss == pytest.approx(expected, rel=1e-5)
 
 

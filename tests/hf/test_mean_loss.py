@@ -122,6 +122,43 @@ def test_sums_of_micro_batches_are_told(world, tmp_path):
     assert not other["summed"][2]
 
 
+class Writer(transformers.LlamaPreTrainedModel):
+    """A causal model of the user, which shifts its labels. Its name does not say so, but its `loss_type` does."""
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.model, self.head = transformers.LlamaModel(config), torch.nn.Linear(config.hidden_size, config.vocab_size)
+        self.loss_type = "ForCausalLM"
+        self.post_init()
+
+    def forward(self, input_ids=None, attention_mask=None, labels=None, **kwargs):
+        logits = self.head(self.model(input_ids, attention_mask)[0])
+        loss = torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+        return {"loss": loss, "logits": logits}
+
+
+def shifted_by_the_model(folder):
+    """The logged loss of a step whose last rows are the longest, and the loss of an evaluation."""
+    rows, size = sorted(Rows("ids", 8), key=lambda row: len(row["labels"])), 8 // bmt.world_size()
+    args = jobs.arguments(
+        folder, per_device_train_batch_size=size, per_device_eval_batch_size=size, max_steps=1, optim="sgd",
+        train_sampling_strategy="sequential",
+    )  # fmt: skip
+    trainer = transformers.Trainer(
+        bmt.auto_wrap(own(Writer)()), args, data_collator=collate, train_dataset=rows, eval_dataset=rows,
+        callbacks=[bmt.hf.BMTrainCallback()],
+    )  # fmt: skip
+    trainer.train()
+    return trainer.state.log_history[0]["loss"], trainer.evaluate()["eval_loss"]
+
+
+def test_own_models_that_shift_labels(world, tmp_path):
+    """Their first labels do not count, with which the mean of the rank with the shorter rows would weigh too much."""
+    (expected,) = world(1)(shifted_by_the_model, str(tmp_path))
+    for found in world(2)(shifted_by_the_model, str(tmp_path)):
+        assert found == pytest.approx(expected, rel=1e-6)
+
+
 def trained_with_function(folder, wrap, given):
     """The log of an epoch of 10 rows, 8 in a step, the evaluation loss, and how many of the made models are alive.
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from ..engine.base.arguments import expect_kind, expect_module, expect_path
-from ..engine.base.torch_internals import WithoutTorchFunction, has_load_hooks, state_dict_hooks
+from ..engine.base.torch_internals import WithoutTorchFunction, has_load_hooks, state_dict_hooks, unwrapped
 from ..engine.optim.adam import START_ANEW, AdamOptimizer
 from ..engine.optim.manager import OptimManager
 from ..engine.optim.state import FullState, check_keys, divide_state, full_state_of, holds_shards
@@ -233,11 +233,11 @@ def _full(name: str, tensor: torch.Tensor) -> Entry:
 
 
 def optimizers_of(given: Any) -> list[torch.optim.Optimizer]:
-    """Return the argument `optimizer` of `save_state` or `load_state` as a list of optimizers.
+    """Return the argument `optimizer` of `save_state` or `load_state` as a list of optimizers, without their wrappers.
 
     given: an OptimManager, an iterable of optimizers, or one optimizer. None gives an empty list.
     """
-    return list(given.optimizers) if isinstance(given, OptimManager) else _list_of(given)
+    return [unwrapped(each) for each in (given.optimizers if isinstance(given, OptimManager) else _list_of(given))]
 
 
 def _list_of(given: Any) -> list[Any]:
@@ -311,6 +311,19 @@ def named(optimizer: torch.optim.Optimizer, model: torch.nn.Module) -> dict[str,
             f"{', '.join(map(str, strangers[:5]))}. Pass the module that contains all parameters of the optimizer."
         )
     return {names[parameter]: parameter for parameter in mine}
+
+
+def split_key(key: str, parameters: Mapping[str, Any]) -> tuple[str, str]:
+    """Divide the name of a tensor in a checkpoint's optimizer files, PARAMETER.KEY, into PARAMETER and KEY.
+
+    Both may contain dots. `parameters` contains all parameters of the optimizer by name, as `named` returns them. The
+    name of none of them begins with that of another one and a dot, because a module cannot have a parameter and a
+    submodule of the same name.
+    """
+    name = key.rpartition(".")[0]
+    while "." in name and name not in parameters:
+        name = name.rpartition(".")[0]
+    return name, key[len(name) + 1 :]
 
 
 def groups_of(optimizer: torch.optim.Optimizer, model: torch.nn.Module) -> list[dict[str, Any]]:
@@ -437,7 +450,7 @@ def added_entries(optimizer: torch.optim.Optimizer, world: World) -> dict[str, A
     hooks = state_dict_hooks(optimizer)
     plain = torch.optim.Optimizer.state_dict, AdamOptimizer.state_dict
     adds = getattr(optimizer.state_dict, "__func__", None) not in plain
-    if hooks is None or not (adds or any(not isinstance(getattr(h, "__self__", None), FullState) for h in hooks)):
+    if not (adds or any(not isinstance(getattr(h, "__self__", None), FullState) for h in hooks)):
         return {}
     full_state: FullState | None = getattr(optimizer, "full_state", None)
     with nullcontext() if full_state is None else full_state.local():

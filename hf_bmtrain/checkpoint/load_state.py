@@ -29,6 +29,7 @@ from .entries import (
     named_persistent_buffers,
     optimizers_of,
     saved_as,
+    split_key,
     was_trained,
     write_full,
 )
@@ -349,7 +350,7 @@ class _Loading:
         for number, optimizer in enumerate(optimizers_of(self._optimizer)):
             parameters = named(optimizer, self._model)
             for key, stored in find_tensors(self._folder, file_base(number)).items():
-                name = key.rpartition(".")[0]
+                name, _ = split_key(key, parameters)
                 parameter = parameters[name]
                 if not isinstance(parameter, DistributedParameter):
                     raise ValueError(
@@ -418,7 +419,7 @@ class _Loading:
         for number, optimizer in enumerate(optimizers_of(self._optimizer)):
             parameters, saved = named(optimizer, self._model), self._state["optimizers"][number]
             tensors = find_tensors(self._folder, file_base(number))
-            names = [(name, what) for name, _, what in (key.rpartition(".") for key in tensors)]
+            names = [split_key(key, parameters) for key in tensors]
             added = small_state.added_to(number, self._world, self._state)
             state = LoadedState(optimizer, parameters, names, saved["others"], saved["groups"], added)
             for (name, what), (key, stored) in zip(names, tensors.items()):

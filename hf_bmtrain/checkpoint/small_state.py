@@ -75,6 +75,9 @@ def collect_own(
     # below.
     manager = optimizer.own_state() if isinstance(optimizer, OptimManager) else None
     added = [added_entries(each, world) for each in optimizers_of(optimizer)]
+    # Before the ranks exchange these entries, which pickles them. The error of that exchange would not name the entry.
+    for each, entries in zip(optimizers_of(optimizer), added):
+        _check_loadable(_for_file(entries), f"the state_dict() of {type(each).__name__}")
     return _for_file(
         {
             "rank": {
@@ -145,28 +148,45 @@ def encode(state: dict[str, Any]) -> bytes:
 
     Raises ValueError if torch.load(weights_only=True) would refuse objects in the state.
     """
+    return _check_loadable(state, NAME)
+
+
+def _check_loadable(value: Any, what: str) -> bytes:
+    """Return the bytes that torch.save writes for `value`.
+
+    Raises ValueError if torch.load(weights_only=True) would refuse an object in `value`. The error names `what`, and
+    the place of the object in it.
+    """
     file = io.BytesIO()
-    torch.save(state, file)
-    decode(file.getvalue())
+    try:
+        torch.save(value, file)
+        torch.load(io.BytesIO(file.getvalue()), map_location="cpu", weights_only=True)
+    except MemoryError:
+        raise
+    except Exception as error:  # pickle calls methods of the objects, which may raise any error
+        place, refused = _refused(value)
+        raise ValueError(
+            f"{what} has an object of type {type(refused).__name__} at {place or 'its top'}, which "
+            "torch.load(weights_only=True) would refuse. `extra` and the states of schedulers and optimizers may "
+            "contain only tensors, numbers, strings, lists and dicts. Convert the object to these, remove it, or pass "
+            "no optimizer and scheduler (in Trainer: save_only_model=True)."
+        ) from error
     return file.getvalue()
 
 
-def decode(data: bytes) -> dict[str, Any]:
-    """Return the small state (random generators, schedulers and so on) from `data`, the bytes of the file `state.pt`.
-
-    `read` calls this with the bytes of a file, and `encode` with bytes that it has just made, to check them.
-
-    Raises ValueError if torch.load(weights_only=True) cannot read the bytes, or refuses objects in them.
-    """
-    try:
-        return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
-    except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
-        raise ValueError(
-            "torch.load(weights_only=True) cannot read state.pt: `extra` and the states of schedulers and optimizers "
-            "may contain only tensors, numbers, strings, lists and dicts. When saving, remove other objects from "
-            "`extra`, or pass no optimizer and scheduler (in Trainer: save_only_model=True). The error was: "
-            f"{' '.join(str(error).split())[:300]}"
-        ) from error
+def _refused(value: Any) -> tuple[str, Any]:
+    """Return the place of the first object in `value` that torch cannot load, such as "['a'][0]", and the object."""
+    if type(value) in (list, tuple):
+        items = enumerate(value)
+    else:
+        items = value.items() if type(value) in (dict, OrderedDict) else ()
+    for key, each in items:
+        try:
+            _check_loadable(each, "")
+        except ValueError:
+            place, refused = _refused(each)
+            return f"[{key!r}]{place}", refused
+    return "", value
 
 
 def read(folder: Path) -> dict[str, Any]:
@@ -174,7 +194,13 @@ def read(folder: Path) -> dict[str, Any]:
 
     Raises ValueError if torch.load(weights_only=True) cannot read the bytes, or refuses objects in them.
     """
-    return decode((folder / NAME).read_bytes())
+    data = (folder / NAME).read_bytes()
+    try:
+        return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+    except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
+        raise ValueError(
+            f"torch.load(weights_only=True) cannot read state.pt. The error was: {' '.join(str(error).split())[:300]}"
+        ) from error
 
 
 def restore(

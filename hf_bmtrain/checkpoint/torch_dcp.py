@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from ..engine.base.arguments import expect_kind, expect_module
+from ..engine.base.torch_internals import unwrapped
 from ..engine.optim.adam import AdamOptimizer
 from ..engine.optim.state import divide_state, save_state
 from ..engine.runtime.world import current_world
@@ -64,6 +65,7 @@ class DCPState:
         refuse_parts(model)
         if optimizer is not None:
             expect_kind("optimizer", optimizer, torch.optim.Optimizer, "a torch.optim.Optimizer or None")
+            optimizer = unwrapped(optimizer)
         if not hasattr(checkpoint, "CheckpointableTensor"):
             raise RuntimeError(
                 "DCPState needs torch.distributed.checkpoint.CheckpointableTensor, which torch 2.15 introduces, but "

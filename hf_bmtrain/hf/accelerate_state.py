@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
-from accelerate.optimizer import AcceleratedOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
 from ..checkpoint import small_state
@@ -20,6 +19,7 @@ from ..checkpoint.load_state import load_state
 from ..checkpoint.save_state import let_others_save, save_state
 from ..engine.base.arguments import expect_kind
 from ..engine.base.files import delete_abandoned, staged_folder
+from ..engine.base.torch_internals import unwrapped
 from ..engine.runtime.world import World, current_world
 from ..engine.wrap.accelerator import check_accelerator
 
@@ -217,13 +217,6 @@ class _AcceleratorStates:
                 handle.remove()
             accelerator._models, accelerator._optimizers = models, optimizers
             configuration.automatic_checkpoint_naming = automatic
-
-
-def unwrapped(optimizer: Any) -> torch.optim.Optimizer:
-    """Return the optimizer inside Accelerate's wrappers, or `optimizer` itself if it is not wrapped."""
-    while isinstance(optimizer, AcceleratedOptimizer):
-        optimizer = optimizer.optimizer
-    return optimizer
 
 
 def _on_first_rank(world: World, call: Any) -> Any:

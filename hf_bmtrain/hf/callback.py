@@ -13,6 +13,7 @@ import torch
 from transformers import TrainerCallback
 
 from ..engine.base.arguments import expect_flag
+from ..engine.base.torch_internals import unwrapped
 from ..engine.blocks.block import CheckpointBlock
 from ..engine.optim.adam import AdamOptimizer
 from ..engine.runtime.world import current_world
@@ -20,7 +21,6 @@ from ..engine.wrap.accelerator import HAD_CALLBACK
 from ..engine.wrap.refuse import holds_additions
 from ..features.auto_wrap import auto_wrap
 from ..features.router import RouterLoad
-from .accelerate_state import unwrapped
 from .arguments import agree_on_arguments, check_arguments, check_model, check_optimizer, warn_of_missing_masters
 from .bad_numbers import BadNumbers
 from .calling_trainer import calling_trainer, resumed_folder
@@ -237,6 +237,8 @@ class BMTrainCallback(TrainerCallback):
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         assert self._weights is not None and self._checkpoints is not None
+        if args.load_best_model_at_end and state.best_model_checkpoint is not None:
+            self._checkpoints.load_best(state.best_model_checkpoint)
         self._checkpoints.close()
         self.stage(args, self._weights.model)
         self._close()

@@ -326,6 +326,27 @@ class TrainerCheckpoints:
         for group, loaded in zip(self._optimizer.param_groups, groups):
             group.update(loaded)
 
+    def load_best(self, folder: str) -> None:
+        """Load the trained weights of the best checkpoint that Trainer has not loaded at the end of training.
+
+        For a model with adapters, Trainer loads only what `save_pretrained` has written, the adapters. But the
+        checkpoint also has other weights that were trained, such as those of the base that the user has unfrozen, and
+        buffers. For other models, nothing is loaded, because Trainer has loaded all weights.
+
+        If the checkpoint was saved with `save_only_model`, it lacks these weights. They keep their last values then, as
+        in a program without BMTrainCallback. Collective: every rank must call it.
+
+        Args:
+            folder: the best checkpoint.
+
+        Raises:
+            RuntimeError: on every rank, if the checkpoint is damaged.
+        """
+        if writes_own_weights(self._model):
+            return
+        if current_world().control.broadcast_object((Path(folder) / MANIFEST).exists()):
+            load_parts(folder, self._model, parameters=True, buffers=True, random=False)
+
     def _rows_per_step(self) -> int:
         """Return the number of rows (sequences) that all ranks together process for one step of the optimizer."""
         groups = current_world().size // ranks_per_row(self._model)

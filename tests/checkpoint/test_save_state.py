@@ -446,6 +446,22 @@ def test_own_entries_of_an_optimizer(world, tmp_path, saving, loading, kind):
         assert resumed == (weights if saving == loading else pytest.approx(weights))
 
 
+@on_ranks(2)
+def test_own_entries_that_torch_refuses_to_load(folder):
+    """Before anything is written, an error names the place of the object."""
+    model, own = bmt.auto_wrap(torch.nn.Linear(5, 3), blocks=[]), {}
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer.register_state_dict_post_hook(lambda _, state_dict: {**state_dict, **own})
+    for refused in Path("a"), contextlib.nullcontext, lambda: None:
+        own["fine"], own["nested"] = numpy.float64(1), [1, {"deep": refused}]
+        place = rf"SGD has an object of type {type(refused).__name__} at \['nested'\]\[1\]\['deep'\]"
+        with pytest.raises(RuntimeError, match=rf"nothing was saved.*rank 1: .*the state_dict\(\) of {place}"):
+            bmt.save_state(folder, model, optimizer)
+    with pytest.raises(RuntimeError, match=r"Path at \['ranks'\]\[0\]\['extra'\]\['a'\], which"):
+        bmt.save_state(folder, model, extra={"a": Path("a")})
+    assert not [*Path(folder).glob("*checkpoint*")]
+
+
 @on_ranks(2, full=(1,))
 def test_own_entries_with_sharded_tensors(folder):
     """It is unknown to which parameters they belong. On one rank they are complete."""

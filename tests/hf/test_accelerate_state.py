@@ -325,6 +325,30 @@ def test_several_models(folder):
     assert ([step() for _ in range(3)], loop.epochs(1)) == ahead
 
 
+@pytest.mark.parametrize("optimizer", ["bmt", *in_full("sgd")])
+@on_ranks(2, full=(1,))
+def test_states_of_prepared_optimizers(folder, optimizer):
+    """With the entries that the optimizer inside Accelerate's wrapper adds, by each of our functions."""
+    loop, own = Loop(folder, optimizer, dropout=0.0), {}
+    manager, inner = bmt.optim.OptimManager(), loop.optimizer.optimizer
+    manager.add_optimizer(loop.optimizer)
+    inner.register_state_dict_post_hook(lambda _, state_dict: {**state_dict, "own": 5})
+    inner.register_load_state_dict_pre_hook(lambda _, state_dict: own.update(own=state_dict.pop("own", None)))
+    loop.epochs(1)
+    bmt.save_state(f"{folder}/own", loop.model, loop.optimizer, step=1)
+    kept, scheduler = manager.state_dict(), {**loop.scheduler.state_dict()}
+    expected = loop.epochs(2)
+    for state in None, kept:
+        own.clear()
+        assert bmt.load_state(f"{folder}/own", loop.model, None if state else loop.optimizer).step == 1
+        if state:
+            manager.load_state_dict(state)
+        assert own == {"own": 5}
+        loop.count.epochs = 1
+        loop.scheduler.load_state_dict(scheduler)
+        assert loop.epochs(2) == expected
+
+
 @full
 @on_ranks(2, full=(1,))
 def test_hooks_of_the_user(folder):

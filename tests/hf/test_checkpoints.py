@@ -760,6 +760,36 @@ def test_weights_that_peft_does_not_save(world, tmp_path, size, kind):
         check_equal(here, there)
 
 
+def best_beside_adapters(folder):
+    """The losses of three evaluations, of which the highest counts as the best, and of the loaded best model."""
+    import peft
+
+    config = peft.LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM")
+    model = peft.get_peft_model(build("llama"), config)
+    model.base_model.model.lm_head.weight.requires_grad_(True)
+    model = bmt.auto_wrap(model)
+    rows = jobs.Rows()
+    trainer = transformers.Trainer(
+        model=model, train_dataset=rows, eval_dataset=rows, optimizers=(jobs.sgd(model), None),
+        callbacks=[bmt.hf.BMTrainCallback()],
+        args=jobs.arguments(
+            folder, max_steps=3, save_strategy="steps", save_steps=1, eval_strategy="steps", eval_steps=1,
+            load_best_model_at_end=True, metric_for_best_model="loss", greater_is_better=True,
+        ),
+    )  # fmt: skip
+    trainer.train()
+    evaluated = [entry["eval_loss"] for entry in trainer.state.log_history if "eval_loss" in entry]
+    return evaluated, trainer.evaluate()["eval_loss"]
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_the_best_weights_beside_adapters(world, tmp_path, size):
+    """Trainer loads the best adapters, and would leave the unfrozen weights of the base as they were at the end."""
+    pytest.importorskip("peft")
+    for evaluated, loaded in world(size)(best_beside_adapters, str(tmp_path)):
+        assert loaded == max(evaluated) and evaluated[-1] < loaded
+
+
 def adapters_replaced(folder):
     """The adapters at the beginning of a resumed training, after the user has doubled those in the checkpoint."""
     from safetensors.torch import load_file, save_file

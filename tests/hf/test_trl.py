@@ -300,19 +300,40 @@ def sharded_gpt2(method):
     return bmt.auto_wrap(build("gpt2")), {"callbacks": [bmt.hf.BMTrainCallback()]}
 
 
-def evaluate(kind, how, folder, size, given, columns, method="lora"):
+def evaluate(kind, how, folder, size, given, columns, method="lora", **options):
     """The loss of an evaluation with 8 rows a batch on all ranks together, and what is told of it."""
     import datasets
 
     rows = datasets.Dataset.from_dict(columns)
     given = {"per_device_eval_batch_size": BATCH // size, **given}
-    trainer = make_trainer(kind, how, folder, size, given, method, eval_dataset=rows)
+    trainer = make_trainer(kind, how, folder, size, given, method, eval_dataset=rows, **options)
     with log_lines() as lines:
         return trainer.evaluate()["eval_loss"], lines
 
 
 def evaluate_sharded(kind, how, folder, *arguments):
     return evaluate(kind, how, folder, bmt.world_size(), *arguments)
+
+
+def evaluate_shifted(how, folder):
+    columns = {"text": [" w5 w6 w7" * 5] * 4 + [" w8 w9 w2"] * 4}
+    return evaluate(sft, how, folder, bmt.world_size(), {}, columns, data_collator=shift)[0]
+
+
+def shift(rows):
+    """A batch whose `shift_labels` keep two labels of each row, so that they are others than the later `labels`."""
+    ids = torch.nn.utils.rnn.pad_sequence([torch.tensor(row["input_ids"]) for row in rows], batch_first=True)
+    labels = torch.nn.functional.pad(ids, (0, 1))[:, 1:].where(torch.arange(ids.shape[1]) < 2, -100)
+    mask = ids.ne(0).long()
+    return {"input_ids": ids, "attention_mask": mask, "labels": ids.where(mask.bool(), -100), "shift_labels": labels}
+
+
+@full
+def test_sft_counts_shift_labels(world, tmp_path):
+    """If a collator makes them, the loss uses them in place of `labels`. Rows of one rank are longer."""
+    (expected,) = world(1)(evaluate_shifted, gpt2, str(tmp_path / "plain"))
+    for loss in world(2)(evaluate_shifted, sharded_gpt2, str(tmp_path / "ours")):
+        assert loss == pytest.approx(expected, rel=1e-5)
 
 
 @pytest.mark.parametrize(

@@ -432,7 +432,7 @@ class ShiftedForCausalLM(transformers.LlamaForCausalLM):
 def own(cls: Any) -> Callable[[], torch.nn.Module]:
     def make() -> torch.nn.Module:
         torch.manual_seed(0)
-        causal = issubclass(cls, transformers.LlamaForCausalLM)
+        causal = issubclass(cls, transformers.LlamaPreTrainedModel)
         return cls(llama().config if causal else transformers.BertConfig(**BERT))
 
     return make

@@ -264,14 +264,23 @@ equivalent."""
 # -- optimizers -----------------------------------------------------------------------------------------------------
 
 
-def state_dict_hooks(optimizer: torch.optim.Optimizer) -> list[Callable[..., Any]] | None:
-    """Return the hooks that run at the end of `optimizer.state_dict()`. torch can register them, but not list them.
+def unwrapped(optimizer: Any) -> torch.optim.Optimizer:
+    """Return the optimizer inside wrappers such as Accelerate's, or `optimizer` itself if it is not wrapped.
 
-    Returns None for a wrapper, such as Accelerate's, which has no hooks of its own because it does not call
-    `Optimizer.__init__`.
+    A wrapper is a torch.optim.Optimizer with an attribute `optimizer`, whose state is also its own. (Schedulers have
+    such an attribute, too, but are no wrappers. An optimizer with other state than the one inside it is none, either.)
     """
-    hooks = getattr(optimizer, "_optimizer_state_dict_post_hooks", None)
-    return None if hooks is None else list(hooks.values())
+    while isinstance(optimizer, torch.optim.Optimizer):
+        inner = getattr(optimizer, "optimizer", None)
+        if not isinstance(inner, torch.optim.Optimizer) or inner.state is not optimizer.state:
+            break
+        optimizer = inner
+    return optimizer
+
+
+def state_dict_hooks(optimizer: torch.optim.Optimizer) -> list[Callable[..., Any]]:
+    """Return the hooks that run at the end of `optimizer.state_dict()`. torch can register them, but not list them."""
+    return list(optimizer._optimizer_state_dict_post_hooks.values())
 
 
 def has_load_hooks(optimizer: torch.optim.Optimizer) -> bool:

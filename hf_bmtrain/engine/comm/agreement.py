@@ -134,4 +134,14 @@ def contents(state: Any, name: str = "") -> dict[str, str]:
         inner = enumerate(state)
     else:
         return {name: repr(state)} if isinstance(state, (bool, int, float, str, type(None))) else {}
-    return {key: value for part, held in inner for key, value in contents(held, f"{name}.{part}".lstrip(".")).items()}
+    return {key: value for part, held in inner for key, value in contents(held, _path(name, part)).items()}
+
+
+def _path(name: str, part: Any) -> str:
+    """Return the path of the item `part` of a container with the path `name`.
+
+    No two items have the same path: "a.0" is the item 0 of "a", "a['0']" its item "0", and "['a.0']" an item of the
+    outermost container.
+    """
+    plain = type(part) is int or isinstance(part, str) and part.isidentifier()
+    return f"{name}.{part}".lstrip(".") if plain else f"{name}[{part!r}]"

@@ -131,7 +131,6 @@ class OptimManager:
         # The schedulers that have not advanced yet, because one of them raised an error. If `step` is repeated, it
         # continues with them, and the optimizers, which have all made this step, do not make it twice.
         self._due: list[Any] = []
-        self._sharing = ""  # why a step with a loss scale or with clipping is refused: optimizers share a parameter
         self._parameters: list[torch.nn.Parameter] = []  # the optimizers' parameters in the last step
         self._skips = SkippedSteps(max_skipped_steps)
         self._steps = 0  # the number of steps so far, including those that were skipped
@@ -221,17 +220,6 @@ class OptimManager:
                 f"{stale} parameters of this {type(optimizer).__name__} were replaced when the model was "
                 "sharded. Create the optimizer after auto_wrap or CheckpointBlock, from model.parameters()."
             )
-        mine = {p for group in optimizer.param_groups for p in group["params"] if p.requires_grad}
-        for other in self.optimizers:
-            shared = [p for group in other.param_groups for p in group["params"] if p in mine]
-            if shared:
-                origin = getattr(shared[0], "origin", None)
-                name = f"a parameter of shape {tuple(shared[0].shape)}" if origin is None else origin.path
-                self._sharing = (
-                    f"OptimManager.step: two optimizers, {type(other).__name__} and {type(optimizer).__name__}, share "
-                    f"{name}{f' and {len(shared) - 1} more' if len(shared) > 1 else ''}. Each of them would divide its "
-                    "gradient by the loss scale, or multiply it to clip it. Give each parameter to one optimizer only."
-                )
         self.optimizers.append(optimizer)
         self.schedulers.append(lr_scheduler)
         if isinstance(optimizer, AdamOptimizer):
@@ -422,7 +410,7 @@ class OptimManager:
 
         Raises:
             RuntimeError: there is no optimizer.
-            ValueError: optimizers share a trainable parameter, and gradients are clipped or scaled.
+            ValueError: optimizers share a parameter that has a gradient, and gradients are clipped or scaled.
             RuntimeError: the ranks' managers differ in `grad_scale`, `max_skipped_steps`, the settings of the loss
                 scale, or the classes of optimizers and schedulers.
             RuntimeError: a step was skipped because a gradient was inf or nan, and the skipped steps have reached the
@@ -443,12 +431,12 @@ class OptimManager:
                 self._advance_schedulers()
                 return
             self._due = []  # the program has not repeated that step
-        if self._sharing and (self._scale is not None or self._clips):
-            raise ValueError(self._sharing)
         if self._compared != len(self.optimizers):
             self._compare()
         # 2. Search all gradients for inf and nan, except those that `clip_grad_norm` has searched already.
         own = {optimizer: _with_gradient(optimizer) for optimizer in self.optimizers}
+        if self._scale is not None or self._clips:
+            _refuse_sharing(own)
         for optimizer in list(self._clips):
             if len(_unreplaced(own[optimizer], self._clips[optimizer][1])) < len(own[optimizer]):
                 self._clip_now(optimizer)  # some gradients were set or replaced later, and must not be multiplied
@@ -901,6 +889,28 @@ def _verify(state_dict: dict[str, Any]) -> None:
 
 def _with_gradient(optimizer: torch.optim.Optimizer) -> list:
     return with_gradients(p for group in optimizer.param_groups for p in group["params"])
+
+
+def _refuse_sharing(members: dict[torch.optim.Optimizer, list[torch.nn.Parameter]]) -> None:
+    """Raise ValueError if two optimizers have the same parameter, because each would divide or clip its gradient.
+
+    Each step checks this, because groups may be added to an optimizer, and parameters unfrozen, between steps.
+
+    members: {optimizer: its parameters that have a gradient}.
+    """
+    seen: dict[torch.nn.Parameter, torch.optim.Optimizer] = {}
+    for optimizer, parameters in members.items():
+        shared = [p for p in parameters if p in seen]
+        if shared:
+            origin, other = getattr(shared[0], "origin", None), seen[shared[0]]
+            name = f"a parameter of shape {tuple(shared[0].shape)}" if origin is None else origin.path
+            raise ValueError(
+                f"OptimManager.step: two optimizers, {type(other).__name__} and {type(optimizer).__name__}, share "
+                f"{name}{f' and {len(shared) - 1} more' if len(shared) > 1 else ''}. Each of them would divide its "
+                "gradient by the loss scale, or multiply it to clip it. Give each parameter to one optimizer only."
+            )
+        if len(members) > 1:
+            seen.update(dict.fromkeys(parameters, optimizer))
 
 
 def _updated_in_backward(optimizer: torch.optim.Optimizer) -> bool:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from ..base.arguments import expect_kind
+from ..base.torch_internals import pytree, unwrapped
 from ..comm.agreement import contents, fingerprint
 from ..runtime.world import World, current_world
 from ..sharding.buffer import ShardedBuffer
@@ -20,8 +21,11 @@ from ..tensors.tensor import ShardBase, ShardTensor
 from .runs import stored_numel
 
 _log_once = functools.cache(logging.getLogger("hf_bmtrain").warning)
-_KNOWN = ("state", "param_groups", "rank", "world_size", "shard", "sliced")
-"""The entries of the result of `save_state`. An optimizer's own `state_dict` may add others."""
+_ADDED = "added_entries"
+"""The entry of the result of `save_state` with all entries of `optimizer.state_dict()` beside "state" and
+"param_groups". They have a dict of their own, because their names may be those of other entries of the result."""
+_KNOWN = ("state", "param_groups", "rank", "world_size", "shard", "sliced", _ADDED)
+"""The entries of the result of `save_state`. A subclass of AdamOptimizer may add others."""
 _QUANTIZED = "__bnb_optimizer_quant_state__"
 _BLOCKWISE = {"absmax1", "absmax2", "qmap1", "qmap2"}
 """The names of scales and lookup tables in the state of other packages' 8-bit optimizers.
@@ -51,15 +55,19 @@ def save_state(optimizer: torch.optim.Optimizer, world: World, gather: bool) -> 
         RuntimeError: `gather` is True, there are several ranks, and the optimizer's state dict has sharded tensors in
             an entry other than "state".
     """
+    optimizer = unwrapped(optimizer)
     full_state: FullState | None = getattr(optimizer, "full_state", None)
     with nullcontext() if full_state is None else full_state.local():
-        state = optimizer.state_dict()
-    check_keys(optimizer, state["state"])
-    state = {name: _copy(value) for name, value in state.items()}
-    state = {**state, "state": {key: _with_quantized(values) for key, values in state["state"].items()}}
+        given = optimizer.state_dict()
+    check_keys(optimizer, given["state"])
+    added = {name: value for name, value in given.items() if name not in ("state", "param_groups")}
+    state = {"state": {key: _with_quantized(values) for key, values in given["state"].items()}}
+    state["param_groups"] = given["param_groups"]
+    if added:
+        state[_ADDED] = pytree.tree_map(_copy, added)
     if gather:
-        for name in state.keys() - {"state", "param_groups"}:
-            if world.size > 1 and holds_shards(state[name]):
+        for name, value in added.items():
+            if world.size > 1 and holds_shards(value):
                 raise RuntimeError(
                     f"{type(optimizer).__name__} has sharded tensors in the entry '{name}' of its state_dict(), which "
                     "cannot be gathered. Keep them in the state of their parameters, optimizer.state[parameter], or "
@@ -154,7 +162,7 @@ def load_state(
         if problem is not None:
             raise ValueError(problem)
     full_state_of(optimizer)  # register its hook, so that `state_dict` gathers this state even before the first step
-    added = {name: value for name, value in saved.items() if name not in _KNOWN}
+    added = {name: value for name, value in saved.items() if name not in _KNOWN} | saved.get(_ADDED, {})
     (load or optimizer.load_state_dict)({**added, "state": state, "param_groups": saved["param_groups"]})
     for values in optimizer.state.values() if "sliced" in saved else ():
         for name, value in values.items():
@@ -268,7 +276,11 @@ class FullState:
 
 
 def full_state_of(optimizer: torch.optim.Optimizer) -> FullState | None:
-    """Return the FullState of an optimizer, which the first call creates. None if none of its parameters is sharded."""
+    """Return the FullState of an optimizer, which the first call creates. None if none of its parameters is sharded.
+
+    If the optimizer is wrapped, for example by Accelerate, the FullState belongs to the optimizer inside.
+    """
+    optimizer = unwrapped(optimizer)
     full_state: FullState | None = getattr(optimizer, "full_state", None)
     if full_state is None:
         parameters = chain.from_iterable(group["params"] for group in optimizer.param_groups)
@@ -308,6 +320,7 @@ def own_part(parameter: torch.Tensor, name: str, value: Any) -> Any:
 
     Called for each value of a loaded state. The value may be full or already sharded. For a sharded parameter:
 
+    * If `value` is a "step" with one element, it is returned unchanged, even if it has the shape of a local parameter.
     * If `value` has only this rank's elements (in a 1-D tensor, or already in a `ShardTensor`), it is returned as a
       sharded tensor (`ShardTensor`).
     * If `value` has as many elements as the full parameter (with tensor parallelism: as the whole tensor before it was
@@ -327,6 +340,8 @@ def own_part(parameter: torch.Tensor, name: str, value: Any) -> Any:
         ValueError: the parameter is sharded, and `value` is a tensor of any other shape.
     """
     if not isinstance(parameter, DistributedParameter) or not isinstance(value, torch.Tensor) or value.dim() == 0:
+        return value
+    if name == "step" and value.numel() == 1:
         return value
     if _is_laid_out_like(value, parameter):
         return ShardTensor.of(value.as_subclass(torch.Tensor), parameter.placement)

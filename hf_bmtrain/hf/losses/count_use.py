@@ -11,10 +11,11 @@ from ...engine.blocks.block import CheckpointBlock
 from .hooks import COUNT, keep_hooks
 
 _READS = {
-    getattr(torch.Tensor, name)
-    for name in ("item", "tolist", "numpy", "__int__", "__float__", "__bool__", "__index__", "__array__", "__setitem__")
+    *("item", "tolist", "numpy", "is_nonzero", "equal", "allclose", "__int__", "__float__", "__complex__", "__bool__"),
+    *("__index__", "__array__", "__dlpack__", "__reduce_ex__", "__setitem__"),
 }
-"""Functions that use the value of a tensor, but return no tensor."""
+"""Names of functions of torch that use the value of a tensor, but return no tensor. Formatting it as text is not one of
+them, because programs print it."""
 
 
 class CountUse:
@@ -25,7 +26,8 @@ class CountUse:
     corrects it.
 
     Pass the tensor that `observed` returns to the code, in place of `num_items_in_batch`. After the code has run, read
-    `seen`. Computing with the tensor and reading its value count as a use. Reading its dtype, shape or device does not.
+    `seen`. Computing with the tensor and reading its value count as a use. Printing it, or reading its dtype, shape or
+    device, does not.
 
     Attributes:
         seen: whether code has used the tensor that the last call of `observed` returned.
@@ -89,7 +91,7 @@ class _Observed(torch.Tensor):
         result = func(*args, **kwargs)
         # Reading the dtype, shape or device does not count as a use. torch.compile reads them even if nothing uses the
         # tensor.
-        if isinstance(result, torch.Tensor) or func in _READS:
+        if isinstance(result, torch.Tensor) or getattr(func, "__name__", "") in _READS:
             for use in uses:
                 use.seen = True
         return result

@@ -277,7 +277,8 @@ class _Correction:
             given = {**given, "labels": given["shift_labels"]}
         counted = counted_labels(model, given, observed)
         assert counted is not None
-        # Without shift_labels, the first label of a row does not count, because no token predicts it.
+        # Without shift_labels, the first label of a row does not count, because no token predicts it. Whether the loss
+        # shifts the labels cannot be seen in a program's own code, so follow Trainer's count of labels.
         if not shifted and getattr(trainer, "_loss_shifts_labels", False):
             counted = counted[..., 1:]
         if of_rows:

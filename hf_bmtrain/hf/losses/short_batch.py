@@ -307,7 +307,10 @@ def _weigh(trainer: transformers.Trainer, inputs: Any, loss: torch.Tensor, of_sf
     if not isinstance(labels, torch.Tensor):
         return loss
     shifts = _shifts_labels(trainer) if of_sft else getattr(trainer, "_loss_shifts_labels", False)
-    counted = (labels[..., 1:] if shifts else labels).ne(-100)
+    if isinstance(inputs.get("shift_labels"), torch.Tensor):
+        counted = inputs["shift_labels"].ne(IGNORED)
+    else:
+        counted = (labels[..., 1:] if shifts else labels).ne(IGNORED)
     mine = counted.sum(dtype=torch.float64).to(loss.device)
     sums = torch.stack([torch.where(mine > 0, loss.detach().double() * mine, 0.0), mine])
     world.reduce.all_reduce(sums).wait()

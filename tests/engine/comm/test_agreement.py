@@ -10,7 +10,7 @@ from torch import nn
 
 import hf_bmtrain as bmt
 from cases import by_default, full, in_full, rows_in_slow
-from hf_bmtrain.engine.comm.agreement import fingerprint
+from hf_bmtrain.engine.comm.agreement import contents, fingerprint
 from ranks import Ranks, free_port
 from twins import WIDTH, Tower, ids
 
@@ -35,6 +35,13 @@ def train(model, optimizer, steps=1, before=lambda step: None) -> None:
         model(ids(step, bmt.rank())).backward()
         before(step)
         optimizer.step()
+
+
+def test_contents_have_different_paths():
+    """Otherwise one of them would not be compared."""
+    found = contents({"a": {"b": 1, "0": 2, 0: 3, True: 4, "True": 5}, "a.b": 6, "a.0": 7, ".a": {"b": 8}})
+    assert sorted(found.values()) == [*"12345678"]
+    assert found["a.b"] == "1"
 
 
 def everywhere(ranks, function, *arguments) -> str:

@@ -558,6 +558,19 @@ def test_misuse():
         with pytest.raises(ValueError, match="share"):
             unscaled.step()
         parameter.grad = None
+    later, frozen = (torch.nn.Parameter(torch.zeros(2), requires_grad=trainable) for trainable in (True, False))
+    scaled = bmt.optim.OptimManager(loss_scale=2.0)
+    for parameters in ([later, frozen], [frozen, shared]):
+        scaled.add_optimizer(torch.optim.SGD(parameters, lr=0.5))
+    later.grad, shared.grad = torch.ones(2), torch.ones_like(shared)
+    scaled.step()
+    scaled.optimizers[1].add_param_group({"params": [later]})
+    with pytest.raises(ValueError, match="share"):
+        scaled.step()
+    later.grad, frozen.grad = None, torch.ones(2)  # unfrozen after the optimizers were added
+    with pytest.raises(ValueError, match="share"):
+        scaled.step()
+    shared.grad = None
     other = torch.optim.SGD([torch.nn.Parameter(torch.zeros(2))], lr=0.1)
     plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(other)
     with pytest.raises(TypeError, match=r"ReduceLROnPlateau.step needs arguments.* call its step yourself"):

@@ -164,6 +164,66 @@ def test_own_entries_of_an_optimizer(kind, gather_opt):
     check_equal(model.state_dict(), expected)
 
 
+@pytest.mark.parametrize("gather_opt", [False, True])
+@on_ranks(2)
+def test_own_entries_that_are_named_like_ours(gather_opt):
+    """`save_state` has entries of the same names, and nested tensors are copies, too."""
+    model, manager = bmt.auto_wrap(Tower()), bmt.optim.OptimManager()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    own = {"rank": 5, "world_size": 7, "shard": [torch.zeros(1)], "sliced": ["a"], "added_entries": 1}
+    loaded = {}
+    optimizer.register_state_dict_post_hook(lambda _, state_dict: {**state_dict, **own})
+    optimizer.register_load_state_dict_pre_hook(lambda _, state_dict: loaded.update(state_dict))
+    manager.add_optimizer(optimizer)
+    run(model, manager, range(1))
+    state = manager.state_dict(gather_opt=gather_opt)
+    own["shard"][0].fill_(1)
+    if gather_opt:
+        state = bmt.current_world().control.broadcast_object(state)
+    manager.load_state_dict(state)
+    assert {name: loaded[name] for name in own} == {**own, "shard": [torch.zeros(1)]}
+
+
+class Counting(torch.optim.SGD):
+    """Its step counts are tensors of shape (1,), and the name of its moments has a dot."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for p in self.param_groups[0]["params"]:
+            state = self.state[p]
+            if not state:
+                state.update({"step": torch.zeros(1), "mean.slow": torch.zeros_like(p)})
+            state["step"] += 1
+            state["mean.slow"] += p.grad / state["step"].item()
+            p.sub_(0.1 * state["mean.slow"])
+
+
+@on_ranks(2)
+def test_step_counts_of_one_element(folder):
+    """One rank has a single element of the second parameter, whose step count then has the shape of a moment."""
+    model = bmt.auto_wrap(torch.nn.Sequential(torch.nn.Linear(1, 1, bias=False), torch.nn.Linear(1, 33, bias=False)))
+    assert [p.part.numel() for p in model.parameters()] == ([1, 32] if bmt.rank() == 0 else [0, 1])
+    optimizer, manager = Counting(model.parameters(), lr=0.1), bmt.optim.OptimManager()
+    manager.add_optimizer(optimizer)
+
+    def steps():
+        for _ in range(2):
+            optimizer.zero_grad()
+            model(torch.ones(2, 1)).square().sum().backward()
+            optimizer.step()
+        return torch.cat([each.flatten() for each in model.state_dict().values()])
+
+    steps()
+    bmt.save_state(folder, model, optimizer, step=1)
+    own, full = manager.state_dict(), bmt.current_world().control.broadcast_object(manager.state_dict(gather_opt=True))
+    expected = steps()
+    for state in own, full, None:
+        assert bmt.load_state(folder, model, None if state else optimizer).step == 1
+        if state:
+            manager.load_state_dict(state)
+        assert torch.equal(steps(), expected)
+
+
 def unsealed(state):
     """A state that may be changed before it is loaded."""
     return {name: value for name, value in state.items() if name != "checksums"}

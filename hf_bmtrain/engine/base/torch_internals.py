@@ -279,8 +279,11 @@ def unwrapped(optimizer: Any) -> torch.optim.Optimizer:
 
 
 def state_dict_hooks(optimizer: torch.optim.Optimizer) -> list[Callable[..., Any]]:
-    """Return the hooks that run at the end of `optimizer.state_dict()`. torch can register them, but not list them."""
-    return list(optimizer._optimizer_state_dict_post_hooks.values())
+    """Return the hooks that run at the end of `optimizer.state_dict()`. torch can register them, but not list them.
+
+    The list is empty for an optimizer that does not call `Optimizer.__init__`, as some wrappers of other packages.
+    """
+    return list(getattr(optimizer, "_optimizer_state_dict_post_hooks", {}).values())
 
 
 def has_load_hooks(optimizer: torch.optim.Optimizer) -> bool:

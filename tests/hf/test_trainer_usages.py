@@ -20,7 +20,7 @@ DEFAULT = (
     "masked mean of one's own, no row left", "own model, a mean", "own loss_function, a mean",
     "compute_loss_func, a mean", "regression to -100, no row left", "segmentation, no row left",
     "tokens and next sentences", "compute_loss_func, a sum, no row left", "passes the count on, a mean",
-    "causal, does not shift",
+    "causal, does not shift", "a layer computes the mean",
 )  # fmt: skip
 IN_FULL = (
     "causal, accumulated", "label smoothing", "regression, no row left", "token classes, no row left",

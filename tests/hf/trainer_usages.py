@@ -256,6 +256,16 @@ def two_berts() -> torch.nn.Module:
     return transformers.EncoderDecoderModel(config=both)
 
 
+def xlm() -> torch.nn.Module:
+    """Its last layer computes the loss, a mean."""
+    torch.manual_seed(0)
+    config = transformers.XLMConfig(
+        vocab_size=VOCABULARY, emb_dim=24, n_layers=2, n_heads=3, dropout=0.0, attention_dropout=0.0,
+        max_position_embeddings=16,
+    )  # fmt: skip
+    return transformers.XLMWithLMHeadModel(config)
+
+
 def trocr() -> torch.nn.Module:
     """A causal model whose labels are shifted already, although Trainer leaves out the first one."""
     torch.manual_seed(0)
@@ -659,6 +669,7 @@ USAGES: dict[str, Usage] = {
     ),
     "passes no count": Usage(llama_of_classes, "class"),
     "passes the count on, a mean": Usage(two_berts, "target", STEPS),
+    "a layer computes the mean": Usage(xlm, "ids", STEPS),
     "causal, does not shift": Usage(trocr, "ids", STEPS, rows=16),
     "shifts, not by its name": Usage(imagegpt, "ids", STEPS, rows=16),
     "encoder-decoder": Usage(t5, "target", {**STEPS, **NOT_GENERATED}, cls=SEQ2SEQ),

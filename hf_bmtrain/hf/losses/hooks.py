@@ -280,11 +280,16 @@ def ignores_count(model: Any) -> bool:
 def must_observe(model: Any) -> bool:
     """Return whether a forward of `model` must be observed to find out whether its loss uses `num_items_in_batch`.
 
-    In most models of transformers, the names in the forward's code tell. In code from the user's program or the Hub,
-    they do not. Neither do they if a forward names `num_items_in_batch` but does not pass it to `self.loss_function`:
-    the forward of EncoderDecoderModel passes it on to its decoder, and then computes a mean itself.
+    In most models of transformers, the names in the forward's code tell. There are three exceptions, in which the names
+    do not tell:
+
+    * The forward is code from the user's program or the Hub.
+    * The forward passes the labels to another module, which computes the loss, as in BlipForConditionalGeneration.
+    * The forward names `num_items_in_batch` but does not pass it to `self.loss_function`. The forward of
+      EncoderDecoderModel passes it to its decoder, and then computes a mean itself.
     """
-    if COUNT in names_in_forward(model) and not chooses_loss(model):
+    names = names_in_forward(model)
+    if not chooses_loss(model) and (COUNT in names or ("labels" in names and not ignores_count(model))):
         return True
     forward = next(vars(cls)["forward"] for cls in type(base_of(model)).__mro__ if "forward" in vars(cls))
     return package_of(forward) not in ("transformers", "torch", "hf_bmtrain")

@@ -115,9 +115,12 @@ def _flops_a_token(model: Any) -> tuple[float, float]:
     """
     config: Any = getattr(model, "config", None)
     config = config.get_text_config() if hasattr(config, "get_text_config") else config
-    layers, width = getattr(config, "num_hidden_layers", None), getattr(config, "hidden_size", None)
+    names = ("num_hidden_layers", "hidden_size", "num_attention_heads")
+    layers, width, heads = (getattr(config, name, None) for name in names)
     experts = any(getattr(config, name, None) for name in ("num_local_experts", "num_experts", "n_routed_experts"))
-    if not layers or not width or experts or getattr(config, "is_encoder_decoder", False):
+    # Instead of a number, some configurations have a dict or a list with a number for each part of the model.
+    several = any(isinstance(number, (dict, list, tuple)) for number in (layers, width, heads))
+    if not layers or not width or several or experts or getattr(config, "is_encoder_decoder", False):
         _log.info(
             "%s: model_tflops_per_device is not reported, because the FLOPs per token of such a model are not known",
             type(model).__name__,

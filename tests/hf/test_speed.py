@@ -75,6 +75,14 @@ def test_attention_is_as_wide_as_its_heads(more, width):
     assert _flops_a_token(model)[1] == 12 * 3 * width
 
 
+def test_layers_of_several_kinds_have_no_flops():
+    """LXMERT's configuration has a dict with the number of layers of each kind."""
+    model: Any = torch.nn.Linear(2, 2)
+    layers = {"vision": 2, "language": 3}
+    model.config = SimpleNamespace(num_hidden_layers=layers, hidden_size=8, num_attention_heads=2)
+    assert _flops_a_token(model) == (0.0, 0.0)
+
+
 def counts(family, tied):
     model, plain = bmt.auto_wrap(build(family, tied)), build(family, tied)
     count = ParameterCount(model)

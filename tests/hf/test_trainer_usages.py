@@ -12,11 +12,15 @@ import jobs
 from cases import full
 from log_lines import log_lines
 
+# Of EncoderDecoderModel.
+pytestmark = pytest.mark.filterwarnings("ignore:Version v4.12.0 introduces a better way:FutureWarning")
+
 DEFAULT = (
     "causal, the second rank has no row left", "classes, no row left", "generation", "masked words",
     "masked mean of one's own, no row left", "own model, a mean", "own loss_function, a mean",
     "compute_loss_func, a mean", "regression to -100, no row left", "segmentation, no row left",
-    "tokens and next sentences", "compute_loss_func, a sum, no row left",
+    "tokens and next sentences", "compute_loss_func, a sum, no row left", "passes the count on, a mean",
+    "causal, does not shift", "a layer computes the mean",
 )  # fmt: skip
 IN_FULL = (
     "causal, accumulated", "label smoothing", "regression, no row left", "token classes, no row left",
@@ -32,6 +36,7 @@ IN_FULL = (
     "regression to -100", "segmentation", "segmentation, one class", "classes of allowed tokens",
     "tokens and order of sentences", "token classes, a rank without any", "compute_loss_func, a mean, no row left",
     "compute_loss_func, a sum, accumulated", "compute_loss_func, forward without keywords, no row left",
+    "shifts, not by its name",
 )  # fmt: skip
 
 

@@ -247,6 +247,44 @@ def t5() -> torch.nn.Module:
     return model
 
 
+def two_berts() -> torch.nn.Module:
+    """Its forward passes the number of labels to the decoder, and computes a mean itself."""
+    torch.manual_seed(0)
+    config = transformers.BertConfig(**BERT)
+    both = transformers.EncoderDecoderConfig.from_encoder_decoder_configs(config, config)
+    both.decoder_start_token_id = both.pad_token_id = 0
+    return transformers.EncoderDecoderModel(config=both)
+
+
+def xlm() -> torch.nn.Module:
+    """Its last layer computes the loss, a mean."""
+    torch.manual_seed(0)
+    config = transformers.XLMConfig(
+        vocab_size=VOCABULARY, emb_dim=24, n_layers=2, n_heads=3, dropout=0.0, attention_dropout=0.0,
+        max_position_embeddings=16,
+    )  # fmt: skip
+    return transformers.XLMWithLMHeadModel(config)
+
+
+def trocr() -> torch.nn.Module:
+    """A causal model whose labels are shifted already, although Trainer leaves out the first one."""
+    torch.manual_seed(0)
+    config = transformers.TrOCRConfig(
+        vocab_size=VOCABULARY, d_model=24, decoder_layers=2, decoder_attention_heads=3, decoder_ffn_dim=40, dropout=0.0
+    )
+    return transformers.TrOCRForCausalLM(config)
+
+
+def imagegpt() -> torch.nn.Module:
+    """It leaves out the first label of each row, although Trainer counts it."""
+    torch.manual_seed(0)
+    config = transformers.ImageGPTConfig(
+        vocab_size=VOCABULARY + 1, n_positions=16, n_embd=24, n_layer=2, n_head=3, resid_pdrop=0.0, embd_pdrop=0.0,
+        attn_pdrop=0.0,
+    )  # fmt: skip
+    return transformers.ImageGPTForCausalImageModeling(config)
+
+
 class OwnLoss(transformers.Trainer):
     def compute_loss(self, *args, **kwargs):
         return super().compute_loss(*args, **kwargs)
@@ -630,6 +668,10 @@ USAGES: dict[str, Usage] = {
         Unlabelled, "class", {"label_names": ["labels"]}, {"compute_loss_func": focal_of_outputs}, rows=18
     ),
     "passes no count": Usage(llama_of_classes, "class"),
+    "passes the count on, a mean": Usage(two_berts, "target", STEPS),
+    "a layer computes the mean": Usage(xlm, "ids", STEPS),
+    "causal, does not shift": Usage(trocr, "ids", STEPS, rows=16),
+    "shifts, not by its name": Usage(imagegpt, "ids", STEPS, rows=16),
     "encoder-decoder": Usage(t5, "target", {**STEPS, **NOT_GENERATED}, cls=SEQ2SEQ),
     "generation": Usage(t5, "target", GENERATE, WITH_METRICS, cls=SEQ2SEQ),
     "generation, beams": Usage(

@@ -268,21 +268,29 @@ def ignores_count(model: Any) -> bool:
 
     `num_items_in_batch` is the number of labels in all micro-batches on all ranks, by which Trainer expects a model to
     divide its loss. A model that ignores it returns a mean over this rank's labels, which a loss hook then corrects.
-    The result is a guess from the names in the forward's code. It is False if the forward calls `self.loss_function`.
+    The result is a guess from names in the code of the forward, which need not be observed (`must_observe` is False).
+    It is False if the forward calls `self.loss_function`.
     """
-    names = names_in_forward(model)
-    if chooses_loss(model) or COUNT in names:
+    if chooses_loss(model):
         return False
     parts = {type(child).__name__ for child in base_of(model).children()}
-    return any(map(_LOSS.search, names | parts))
+    return any(map(_LOSS.search, names_in_forward(model) | parts))
 
 
-def has_own_forward(model: Any) -> bool:
-    """Return whether the forward of `model` is code from the user's program or the Hub, and not from transformers.
+def must_observe(model: Any) -> bool:
+    """Return whether a forward of `model` must be observed to find out whether its loss uses `num_items_in_batch`.
 
-    In transformers' models, the names in the forward's code tell how it computes the loss, for example whether it uses
-    `num_items_in_batch`. In other code they do not, so the caller must find out by observing a forward.
+    In most models of transformers, the names in the forward's code tell. There are three exceptions, in which the names
+    do not tell:
+
+    * The forward is code from the user's program or the Hub.
+    * The forward passes the labels to another module, which computes the loss, as in BlipForConditionalGeneration.
+    * The forward names `num_items_in_batch` but does not pass it to `self.loss_function`. The forward of
+      EncoderDecoderModel passes it to its decoder, and then computes a mean itself.
     """
+    names = names_in_forward(model)
+    if not chooses_loss(model) and (COUNT in names or ("labels" in names and not ignores_count(model))):
+        return True
     forward = next(vars(cls)["forward"] for cls in type(base_of(model)).__mro__ if "forward" in vars(cls))
     return package_of(forward) not in ("transformers", "torch", "hf_bmtrain")
 

@@ -24,9 +24,9 @@ from .hooks import (
     base_of,
     chooses_loss,
     counted_labels,
-    has_own_forward,
     hook_loss,
     ignores_count,
+    must_observe,
     names_in,
     names_in_forward,
     package_of,
@@ -85,7 +85,8 @@ def follow_mean_loss(model: Any, trainer: transformers.Trainer) -> Callable[[], 
                 of_rows = torch.nn.functional.cross_entropy(outputs[2].view(-1, 2), given[name].view(-1))
                 of_tokens = correct(loss - of_rows, given, True, False)
                 return of_tokens + correct(of_rows, {"labels": given[name]}, True, False)
-        return correct(loss, given, forward.ignored, forward.observed, bool(_OF_ROWS.search(forward.name)))
+        of_rows = bool(_OF_ROWS.search(forward.name))
+        return correct(loss, given, forward.ignored, forward.observed, of_rows, forward.shifts)
 
     hook_loss(model, weigh, (forward.begin, forward.end))
     return lambda: forward.ignored
@@ -123,8 +124,8 @@ class _Forward:
     """Finds out whether a forward of a model computes a loss that is a mean, because it ignores `num_items_in_batch`.
 
     `num_items_in_batch` is the number of labels in all micro-batches on all ranks. A model ignores it if the forward
-    does not use it, does not pass it to `loss_function`, or calls a `loss_function` that does not use it. For code of
-    transformers, this is found out from the names in the code. Other code is observed when it runs.
+    does not use it, does not pass it to `loss_function`, or calls a `loss_function` that does not use it. For most code
+    of transformers, this is found out from the names in the code. Other code is observed when it runs.
 
     Args:
         model: the sharded model, after a call of `claim_hooks`.
@@ -135,16 +136,20 @@ class _Forward:
         observed: whether `ignored` was found by running the code, and not from names in it. If so, `ignored` may differ
             between ranks.
         name: the name of the `loss_function` that the last forward called; "" if it called none.
+        shifts: whether the loss leaves out the first label of each row, because no token predicts it. None if the
+            forward's code does not tell.
     """
 
     def __init__(self, model: Any) -> None:
         self._base, self._use = base_of(model), CountUse()
-        self._own, self._chooses = has_own_forward(model), chooses_loss(model)
-        self._mean = not self._own and ignores_count(model)
+        self._observe, self._chooses = must_observe(model), chooses_loss(model)
+        self._mean = not self._observe and ignores_count(model)
         self._own_function: list[Any] = []
-        self.may_be_mean = self._own or self._chooses or self._mean
+        self.may_be_mean = self._observe or self._chooses or self._mean
         self.ignored, self.observed, self.name = False, False, ""
-        if self._own:
+        # Forwards in transformers that compute a mean themselves and shift labels call the result `shift_labels`.
+        self.shifts = "shift_labels" in names_in_forward(model) if self._mean else None
+        if self._observe:
             hide_from_blocks(model)
 
     def begin(self, given: dict[str, Any]) -> dict[str, Any]:
@@ -152,7 +157,7 @@ class _Forward:
 
         Returns the keyword arguments to pass to the forward instead of `given`.
         """
-        self.ignored, self.observed, self.name = self._mean, self._own, ""
+        self.ignored, self.observed, self.name = self._mean, self._observe, ""
         if self._chooses:
             # Replace the model's `loss_function` by one that also records what it does.
             function = self._base.loss_function
@@ -160,11 +165,11 @@ class _Forward:
             # update_wrapper keeps the function's name, by which other code recognizes it.
             seen = functools.partial(self._call, function)
             self._base.loss_function = functools.update_wrapper(seen, function)
-        return {**given, COUNT: self._use.observed(given[COUNT])} if self._own else given
+        return {**given, COUNT: self._use.observed(given[COUNT])} if self._observe else given
 
     def end(self) -> None:
         """End the observation of a forward, and restore the model's own `loss_function`. Called after each forward."""
-        if self._own:
+        if self._observe:
             self.ignored = not self._use.seen
         if self._chooses:
             vars(self._base).pop("_loss_function", None)
@@ -173,7 +178,7 @@ class _Forward:
 
     def _call(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         self.name = getattr(function, "__name__", "")
-        if self._own:  # the whole forward is observed, including this call
+        if self._observe:  # the whole forward is observed, including this call
             return function(*args, **kwargs)
         names = names_in(function)
         if kwargs.get(COUNT) is None:
@@ -242,7 +247,13 @@ class _Correction:
         self._told = self._warned = False
 
     def __call__(
-        self, loss: torch.Tensor, given: dict[str, Any], ignored: bool, observed: bool, of_rows: bool = False
+        self,
+        loss: torch.Tensor,
+        given: dict[str, Any],
+        ignored: bool,
+        observed: bool,
+        of_rows: bool = False,
+        shifts: bool | None = None,
     ) -> torch.Tensor:
         """Multiply a loss that is a mean over this rank's labels by this rank's share of the labels of all ranks.
 
@@ -256,6 +267,7 @@ class _Correction:
             observed: whether `ignored` was observed on this rank, and may be different on other ranks, for example on a
                 rank without labels. The loss is treated as a mean only if every rank has ignored `num_items_in_batch`.
             of_rows: whether the loss is a mean over rows that have a label, not over labels.
+            shifts: whether the loss leaves out the first label of each row. None: as Trainer counts labels.
         """
         trainer, world = self.trainer(), current_world()
         if trainer is None or not isinstance(given["labels"], torch.Tensor):
@@ -277,9 +289,10 @@ class _Correction:
             given = {**given, "labels": given["shift_labels"]}
         counted = counted_labels(model, given, observed)
         assert counted is not None
-        # Without shift_labels, the first label of a row does not count, because no token predicts it. Whether the loss
-        # shifts the labels cannot be seen in a program's own code, so follow Trainer's count of labels.
-        if not shifted and getattr(trainer, "_loss_shifts_labels", False):
+        # Without shift_labels, the first label of a row does not count, because no token predicts it. Trainer infers
+        # from the class and its name whether the loss shifts the labels. For some classes of transformers this is
+        # wrong, such as TrOCRForCausalLM; there, `shifts` tells. It cannot be seen in a program's own code.
+        if not shifted and (getattr(trainer, "_loss_shifts_labels", False) if shifts is None else shifts):
             counted = counted[..., 1:]
         if of_rows:
             counted = counted.flatten(1).any(1)

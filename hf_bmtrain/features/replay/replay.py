@@ -652,9 +652,12 @@ def _fill(container: Any, contents: Any) -> None:
             base.__setitem__(container, key, value)
     elif isinstance(container, list):
         list.__setitem__(container, slice(None), contents)
-    else:
+    elif not isinstance(container, set):
         container.clear()
-        container.update(contents) if isinstance(container, set) else container.extend(contents)
+        container.extend(contents)
+    elif container != contents:  # otherwise keep the order of the set, which depends on how it was filled
+        container.clear()
+        container.update(contents)
 
 
 class Attributes:

@@ -180,9 +180,12 @@ class Replay:
             self._exposed |= last.written_since()
         modes = attributes.modes() if attributes.norms else ()
         # Batch norm writes its buffers without incrementing their versions. Comparing values is not enough: they stay
-        # the same if the first input is zero. In evaluation mode, a later forward in training mode may write them.
+        # the same if the first input is zero. In evaluation mode, a later forward in training mode may write them. This
+        # is noticed only if it also counts its batches (see `Buffers.written_since`).
         norms = {place for place in buffers.places if place[0] in attributes.norms} if modes else set()
-        written = (self._written & buffers.places.keys()) | {place for place in norms if modes[place[0]]}
+        written = (self._written & buffers.places.keys()) | {
+            place for place in norms if modes[place[0]] or buffers.dicts[place[0]].get("num_batches_tracked") is None
+        }
         buffers.copy(new | written | norms | (self._exposed & buffers.places.keys()), written)
         return new
 

@@ -84,8 +84,8 @@ class Containers:
 
         Args:
             values: the layer's arguments as the caller passed them. Tensors in the containers among them were replaced.
-            inputs: the original tensors that were replaced: those that require a gradient.
-            guarded: the tensors that replace `inputs`, in the same order.
+            inputs: the tensors in the arguments that require a gradient.
+            guarded: the tensors that replace `inputs`, in the same order. Empty if none were replaced.
         """
         self._values, self._inputs = values, {id(tensor) for tensor in inputs}
         self._originals = {id(tensor): original for tensor, original in zip(guarded, inputs)}
@@ -262,7 +262,8 @@ def leave_backward(
     are replaced in place, until `Containers.restore` puts the originals back.
 
     Args:
-        after: the function to call. It is never called if no tensor in the arguments requires a gradient.
+        after: the function to call. It is never called if no tensor in the arguments requires a gradient, or if one
+            that does is in a set.
         args: the layer's positional arguments.
         kwargs: the layer's keyword arguments.
 
@@ -301,8 +302,12 @@ def _leave_containers(
     args, kwargs: the layer's arguments.
     """
     values = (*args, *kwargs.values())
-    found = list(dict.fromkeys(tensors_in(values, set(), [])))
-    guarded: Sequence[torch.Tensor] = _apply(_LeaveBackward, after, *found) if found else ()
+    sets: list[set[Any]] = []
+    found = list(dict.fromkeys(tensors_in(values, set(), [], sets=sets)))
+    # Do not replace tensors in a set. This would change the order of the set, but the caller may be iterating over it,
+    # and a checkpoint around the layer must find the same order.
+    guards = found and not any(True for _ in tensors_in(sets, set(), []))
+    guarded: Sequence[torch.Tensor] = _apply(_LeaveBackward, after, *found) if guards else ()
     table = {id(tensor): behind for tensor, behind in zip(found, guarded)}
     seen: set[int] = set()
     args = exchange(args, table, seen)

@@ -68,7 +68,11 @@ def _nodes(value: Any) -> list[Any] | None:
 
 
 def tensors_in(
-    values: Iterable[Any], seen: set[int], strange: list[Any], constants: bool = False
+    values: Iterable[Any],
+    seen: set[int],
+    strange: list[Any],
+    constants: bool = False,
+    sets: list[set[Any]] | None = None,
 ) -> Iterator[torch.Tensor]:
     """Yield the tensors in `values`, at any depth of containers and objects, that require a gradient.
 
@@ -83,6 +87,7 @@ def tensors_in(
             functions, and objects with `__slots__` instead of `__dict__`. The caller decides what to do about them, for
             example to raise an error.
         constants: whether to also yield the tensors that do not require a gradient.
+        sets: a list to which this function appends the sets that it searches, or None.
     """
     for value in values:
         if type(value) in ATOMS:
@@ -95,15 +100,17 @@ def tensors_in(
         for container in containers:
             if id(container) not in seen:
                 seen.add(id(container))
-                yield from tensors_in(items_of(container), seen, strange, constants)
+                if sets is not None and isinstance(container, set):
+                    sets.append(container)
+                yield from tensors_in(items_of(container), seen, strange, constants, sets)
         if isinstance(value, tuple):
-            yield from tensors_in(value, seen, strange, constants)
+            yield from tensors_in(value, seen, strange, constants, sets)
         elif not containers:
             leaves = _nodes(value)
             if leaves is None:
                 strange.append(value)
             else:
-                yield from tensors_in(leaves, seen, strange, constants)
+                yield from tensors_in(leaves, seen, strange, constants, sets)
 
 
 def exchange(value: Any, table: dict[int, torch.Tensor], seen: set[int]) -> Any:

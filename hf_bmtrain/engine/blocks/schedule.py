@@ -275,6 +275,7 @@ class Schedule:
         running: the forward pass that is running; None if none is.
         backwards: the number of backwards that have ended without an error.
         failed_backwards: the number of backwards that have raised an error, and have been cleaned up since.
+        failed_forwards: the number of forwards of outermost modules that have raised an error on this rank.
         collective_layers: whether layers of any model issue collectives in their own forwards. A recomputation repeats
             these collectives, so all ranks must then recompute the same forwards.
     """
@@ -287,7 +288,7 @@ class Schedule:
         self.shards, self.blocks, self.outside, self.inside = shards, blocks, outside, inside
         self.negotiation = Negotiation(control, self._start)
         self.observers = Observers()
-        self.backwards = self.failed_backwards = 0
+        self.backwards = self.failed_backwards = self.failed_forwards = 0
         self.running: ForwardPass | None = None
         self._calibrates = False
         self._members: dict[
@@ -432,6 +433,9 @@ class Schedule:
                     self.negotiation.finish(begun.entry)
             if ordered is not None and begun.first is not None:
                 self._orders[ordered] = Order(begun.first, begun.calls, [*begun.tail])
+        except BaseException:
+            self.failed_forwards += 1
+            raise
         finally:
             self.running = outer
             for reader in begun.prefetched:

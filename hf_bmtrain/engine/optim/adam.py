@@ -90,7 +90,8 @@ class AdamOptimizer(torch.optim.Optimizer):
         state_bits: 32, or 8 to store m and v in 8 bits, rounded stochastically, with an exponent for every 32 elements.
             With 8, the masters of bfloat16 weights on CUDA may be off by their last bit, and the state takes 2.06 bytes
             per element of a float32 weight, 4.06 of a bfloat16 weight on CUDA, and 6.06 of other half-precision
-            weights. Checkpoints have float32 moments, so `state_bits` may change between saving and loading.
+            weights. Checkpoints have float32 moments, so `state_bits` may change between saving and loading. An `eps`
+            below 2⁻⁶³ counts as 2⁻⁶³.
 
     Raises:
         TypeError: `params` is a single tensor or not iterable.

@@ -210,10 +210,10 @@ class ShardedBuffer:
         self._state = State.GATHERING
 
     def keep_address(self) -> None:
-        """Keep the memory of the full buffer when the buffer is resharded, so that its address never changes again.
+        """Keep the memory of the full buffer when the buffer is resharded, so that its address does not change.
 
         CUDA graphs read the full parameters at the addresses that they were recorded with. `gather` still fills the
-        memory again after each `reshard`.
+        memory again after each `reshard`. If `route` sets other memory to fill, that memory is kept instead.
         """
         self.keeps_address = True
         if self._target is not None:

@@ -99,7 +99,8 @@ class Residents:
         self._planned = self._keeping = self._idle = False
         # Memory is measured while the ranks have no valid choice of the buffers that become resident.
         self._forwards = 0  # the number of training forwards in this pass
-        self._seen: list[tuple[int, Shapes]] = []  # (number in the pass, input shapes) of measured forwards
+        # Of measured forwards: number in the pass, input shapes, and how many forwards had failed when it began.
+        self._seen: list[tuple[int, Shapes, int]] = []
         self._inputs = MeasuredInputs()
         self._peak: int | None = None  # the peak of allocated bytes since measuring began; None while not measuring
         self._free = 0  # bytes free at the start of a pass: the smallest number since measuring began
@@ -181,7 +182,7 @@ class Residents:
         else:
             if self._peak is None:
                 self._measure()
-            self._seen.append((self._forwards, shapes))
+            self._seen.append((self._forwards, shapes, self._schedule.failed_forwards))
         self._forwards += 1
 
     def _begin_pass(self) -> None:
@@ -260,8 +261,9 @@ class Residents:
         peak statistics between steps. It is read once more when the ranks choose the resident buffers.
         """
         self._update_peak()
-        for number, shapes in self._seen:
-            self._inputs.add(shapes, number)
+        for number, shapes, failed in self._seen:
+            if failed == self._schedule.failed_forwards:  # otherwise this forward has failed, or a later one
+                self._inputs.add(shapes, number)
         self._seen = []
 
     def _update_peak(self) -> None:

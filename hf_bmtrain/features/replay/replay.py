@@ -180,9 +180,12 @@ class Replay:
             self._exposed |= last.written_since()
         modes = attributes.modes() if attributes.norms else ()
         # Batch norm writes its buffers without incrementing their versions. Comparing values is not enough: they stay
-        # the same if the first input is zero. In evaluation mode, a later forward in training mode may write them.
+        # the same if the first input is zero. In evaluation mode, a later forward in training mode may write them. This
+        # is noticed only if it also counts its batches (see `Buffers.written_since`).
         norms = {place for place in buffers.places if place[0] in attributes.norms} if modes else set()
-        written = (self._written & buffers.places.keys()) | {place for place in norms if modes[place[0]]}
+        written = (self._written & buffers.places.keys()) | {
+            place for place in norms if modes[place[0]] or buffers.dicts[place[0]].get("num_batches_tracked") is None
+        }
         buffers.copy(new | written | norms | (self._exposed & buffers.places.keys()), written)
         return new
 
@@ -652,9 +655,12 @@ def _fill(container: Any, contents: Any) -> None:
             base.__setitem__(container, key, value)
     elif isinstance(container, list):
         list.__setitem__(container, slice(None), contents)
-    else:
+    elif not isinstance(container, set):
         container.clear()
-        container.update(contents) if isinstance(container, set) else container.extend(contents)
+        container.extend(contents)
+    elif container != contents:  # otherwise keep the order of the set, which depends on how it was filled
+        container.clear()
+        container.update(contents)
 
 
 class Attributes:

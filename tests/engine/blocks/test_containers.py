@@ -7,6 +7,7 @@ from collections import OrderedDict, defaultdict, deque, namedtuple
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 from transformers.modeling_outputs import BaseModelOutput
 
 import hf_bmtrain as bmt
@@ -250,11 +251,10 @@ def nested_outputs(options):
 
 
 class InSet(Layer):
-    """Takes and returns its hidden states in a set."""
+    """Takes and returns its hidden states in a set. The order of so many depends on how the set was filled."""
 
-    def forward(self, states):
-        (x,) = states
-        return {super().forward(x)}
+    def forward(self, states, some=None):
+        return {torch.sin(super(InSet, self).forward(x)) for x in (states if some is None else {some})}
 
 
 class SetTower(Tower):
@@ -264,14 +264,33 @@ class SetTower(Tower):
         self.layers = nn.ModuleList([InSet() for _ in range(3)])
 
     def forward(self, ids):
-        states = {self.embedding(ids)}
+        x = self.embedding(ids)
+        states = {x * number / 10 for number in range(20)}
         for layer in self.layers:
-            states = layer(states)
-        return self.head(*states).square().mean()
+            states = self.call(layer, states)
+        return torch.stack([self.head(state).square().mean() for state in states]).mean()
+
+    def call(self, layer, states):
+        return layer(states)
+
+
+class IteratedTower(SetTower):
+    """Iterates over a set while layers get it."""
+
+    def call(self, layer, states):
+        return {y for x in states for y in layer(states, x)}
+
+
+class CheckpointedTower(SetTower):
+    """Recomputes layers by itself."""
+
+    def call(self, layer, states):
+        return checkpoint(layer, states, use_reentrant=False)
 
 
 def sets(options):
-    check_twins(SetTower, tower_loss, **options)
+    for tower in (SetTower, IteratedTower, CheckpointedTower):
+        check_twins(tower, tower_loss, **options)
 
 
 class Pair(namedtuple("Pair", "hidden rows")):  # unlike a plain named tuple, it has a `__dict__`

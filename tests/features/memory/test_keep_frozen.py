@@ -408,6 +408,26 @@ def failed_backward():
         assert seen[0] == 0, "the larger batch had not all memory"
 
 
+def failed_forward():
+    """A forward that fails is not measured, even if another one follows before the next backward."""
+
+    def fail(module, args):
+        raise OSError("no forward")
+
+    with memory_of(1 << 40) as memory:
+        model = wrapped(memory)
+        handle = model.layers[1].register_forward_pre_hook(fail)
+        with pytest.raises(OSError, match="no forward"):
+            model(ids(0, bmt.rank())[:3])
+        handle.remove()
+        train(model, 4, rows=2)
+        assert kept(model) == "1111"
+        seen, planner = [], memory_planner()
+        model.layers[0].register_forward_pre_hook(lambda *_: seen.append(planner.resident_bytes))
+        train(model, 1, rows=3)
+        assert seen[0] == 0, "the larger batch had not all memory"
+
+
 def less_memory():
     """Memory that something else takes, on one rank, is given back by all."""
     outside, block = sizes()
@@ -518,7 +538,7 @@ def told_on_the_cpu():
 
 
 DECISIONS = [
-    least_memory, larger_inputs, failed_backward, waits_for_the_optimizer, evaluation,
+    least_memory, larger_inputs, failed_backward, failed_forward, waits_for_the_optimizer, evaluation,
     *in_full(less_memory, fully_trained, two_models, told_on_the_cpu),
     pytest.param(recomputation_first, marks=[counts_saved, full], id="recomputation_first"),
 ]  # fmt: skip

@@ -256,6 +256,14 @@ class Normed(Layer):
         return super().forward(torch.sin(self.norm(x)))
 
 
+class Uncounted(Normed):
+    """Its norm does not count batches."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm.num_batches_tracked = None
+
+
 def evaluate_between(model, step, training):
     """The backward of a forward in eval mode, before (`training` is None) or after a forward in training mode."""
     model.eval()
@@ -269,11 +277,11 @@ def evaluate_between(model, step, training):
         loss.backward()
 
 
-@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize(("training", "layer"), [(True, Normed), (False, Normed), (True, Uncounted)])
 @on_ranks(2)
-def test_statistics_of_norms(training):
+def test_statistics_of_norms(training, layer):
     """A forward in eval mode is recomputed with its statistics. (Plain torch computes with those that came later.)"""
-    model, twin = bmt.auto_wrap(tower_of(Normed)), tower_of(Normed)
+    model, twin = bmt.auto_wrap(tower_of(layer)), tower_of(layer)
     for step in range(3):
         if step == 0:
             for each in (model, twin):

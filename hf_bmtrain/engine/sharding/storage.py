@@ -53,8 +53,8 @@ class Storage:
         read_only: None if the parameters can be written and trained. Otherwise a part of error messages, which says why
             they cannot, and what the user can do instead.
         full: the memory of the full parameters in their own dtype; None if the shard is the full buffer.
-        has_fixed_addresses: whether everything that layers read of the parameters stays at the same addresses in all
-            steps, once `ShardedBuffer.keep_address` was called. CUDA graphs need this.
+        has_fixed_addresses: whether everything that layers read of the parameters stays at the same addresses from step
+            to step, once `ShardedBuffer.keep_address` was called. CUDA graphs need this.
         is_part: whether the full parameters are parts of tensors that tensor parallelism splits (see `whole_shape`).
         kind: the StorageKind of full copies of the parameters. It is used if the copies, such as the parameters of a
             deep copy of the model, are sharded later. None: the StorageKind of a copy is chosen in the same way as that

@@ -173,11 +173,11 @@ class BMTrainCallback(TrainerCallback):
         follow_loss_function(trainer)
         if not claim_hooks(model, trainer):
             return
-        is_mean = follow_mean_loss(model, trainer)
+        forward = follow_mean_loss(model, trainer)
         follow_short_batch(trainer)
         follow_short_training_batch(trainer)
         if self._average_router_loss:
-            average_router_loss(model, trainer, is_mean)
+            average_router_loss(model, trainer, forward)
 
     def _follow_errors(self) -> None:
         """Make the Trainer's `train` restore the previous handler of SIGTERM even if training raises an error.

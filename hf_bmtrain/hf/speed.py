@@ -115,18 +115,31 @@ def _flops_a_token(model: Any) -> tuple[float, float]:
     """
     config: Any = getattr(model, "config", None)
     config = config.get_text_config() if hasattr(config, "get_text_config") else config
+    # If layers have different values of an attribute, a configuration raises an error when this attribute is read.
+    known = not getattr(config, "is_heterogeneous", False) and not getattr(config, "is_encoder_decoder", False)
     names = ("num_hidden_layers", "hidden_size", "num_attention_heads")
-    layers, width, heads = (getattr(config, name, None) for name in names)
-    experts = any(getattr(config, name, None) for name in ("num_local_experts", "num_experts", "n_routed_experts"))
+    layers, width, heads = (getattr(config, name, None) if known else None for name in names)
     # Instead of a number, some configurations have a dict or a list with a number for each part of the model.
     several = any(isinstance(number, (dict, list, tuple)) for number in (layers, width, heads))
-    if not layers or not width or several or experts or getattr(config, "is_encoder_decoder", False):
+    if not layers or not width or several or _has_experts(model, config):
         _log.info(
             "%s: model_tflops_per_device is not reported, because the FLOPs per token of such a model are not known",
             type(model).__name__,
         )
         return 0.0, 0.0
     return 6.0 * ParameterCount(model)(exclude_embeddings=True), 12.0 * layers * _attention_width(config)
+
+
+def _has_experts(model: torch.nn.Module, config: Any) -> bool:
+    """Return whether `model` is a mixture of experts, of which each token uses only some of the weights.
+
+    The configuration may tell the number of experts under several names, DBRX's in the part `ffn_config`. The modules
+    of most experts of transformers have a method `_apply_gate`.
+    """
+    names = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
+    parts = config, getattr(config, "ffn_config", None)
+    told = any(getattr(part, name, None) for part in parts for name in names)
+    return told or any(hasattr(module, "_apply_gate") for module in model.modules())
 
 
 def _attention_width(config: Any) -> float:

@@ -31,7 +31,7 @@ def build(name):
     model = FAMILIES[name].build()
     text = model.config.get_text_config()
     for owner in (model, model.config, text):
-        for field in ("router_aux_loss_coef", "aux_loss_coef"):
+        for field in ("router_aux_loss_coef", "aux_loss_coef", "z_loss_coefficient"):
             if hasattr(owner, field):
                 setattr(owner, field, COEFFICIENT)
     text.output_router_logits = True
@@ -54,8 +54,9 @@ def plain_steps(name, rows, accumulation, total=ROWS):
         step = 0.0
         for part in parts:
             outputs = model(**part, num_items_in_batch=count)
-            assert outputs.aux_loss > 0
-            loss = outputs.loss - (1 - 1 / len(parts)) * COEFFICIENT * outputs.aux_loss
+            auxiliary = outputs.logits.logsumexp(-1).square().mean() if name == "bamba" else outputs.aux_loss
+            assert auxiliary > 0
+            loss = outputs.loss - (1 - 1 / len(parts)) * COEFFICIENT * auxiliary
             loss.backward()
             step += loss.item()
         optimizer.step()
@@ -90,6 +91,7 @@ def check_same(ours, plain):
     "name",
     [
         "mixtral",
+        "bamba",
         *in_full(
             "peft", "qwen2_moe", "qwen3_moe", "qwen3_next", "olmoe", "gpt_oss", "dbrx", "jetmoe", "jamba", "minimax",
             "minimax_m2", "qwen3_5_moe", "laguna", "mellum",
@@ -232,3 +234,78 @@ def evaluated_mean(folder):
 def test_a_mean_is_averaged_as_a_whole(world, tmp_path):
     for found, expected in world(2)(evaluated_mean, str(tmp_path)):
         assert found == pytest.approx(expected, rel=1e-5)
+
+
+class Trunk(torch.nn.Module):
+    """Stands for the trunk of a model with images or audio, which enter as one vector a row."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding = torch.nn.Embedding(jobs.VOCABULARY, 8)
+        self.layers = torch.nn.ModuleList([torch.nn.Linear(8, 8) for _ in range(2)])
+
+    def forward(self, input_ids=None, features=None, **kwargs):
+        hidden = self.embedding(input_ids)
+        for layer in self.layers:
+            hidden = hidden + layer(hidden).tanh()
+        pictures = transformers.utils.ModelOutput(router_logits=hidden.mean((1, 2)))
+        outputs = transformers.modeling_outputs.BaseModelOutputWithPast(last_hidden_state=hidden)
+        outputs.cache, outputs.image_outputs, outputs["audio_features"] = None, pictures, features
+        return outputs
+
+
+def model_with_trunk(name):
+    """The class of transformers, whose own forward computes the loss, around the small trunk."""
+    with torch.device("meta"):
+        model = getattr(transformers, name)(getattr(transformers, name).config_class())
+    model.model, model.lm_head = Trunk(), torch.nn.Linear(8, jobs.VOCABULARY, bias=False)
+    torch.nn.init.normal_(model.lm_head.weight, generator=torch.Generator().manual_seed(1))
+    model.model.diffusion_head = None
+    for config in (model.config, model.config.text_config):
+        config.vocab_size = jobs.VOCABULARY
+    model.config.tie_word_embeddings, model.config.density_router_loss_weight = False, COEFFICIENT
+    model._tied_weights_keys, model.all_tied_weights_keys = {}, {}
+    model.noise_scheduler = None
+    return model.train()
+
+
+class RowsWithFeatures(jobs.Rows):
+    def __getitem__(self, index):
+        row = super().__getitem__(index)
+        mask = torch.zeros(len(row["labels"]), dtype=torch.bool)
+        mask[index % 3] = True
+        features = torch.full((8,), index / 10)
+        return {**row, "router_labels": index % 2, "acoustic_loss_mask": mask, "features": features}
+
+
+def squared_difference(head, features, conditions, *others):
+    """In place of the loss of VibeVoice's diffusion head, which draws noise."""
+    return (features - conditions).square().mean()
+
+
+def train_with_trunk(folder, name, wrapped, rows, accumulation):
+    model = model_with_trunk(name)
+    model.compute_diffusion_loss = squared_difference
+    model._build_default_noise_scheduler = lambda *args: None
+    model.generation_config = None
+    args = jobs.arguments(
+        folder, per_device_train_batch_size=rows, gradient_accumulation_steps=accumulation, max_steps=3, optim="sgd",
+        train_sampling_strategy="sequential", learning_rate=LEARNING_RATE, remove_unused_columns=False,
+    )  # fmt: skip
+    callbacks = [bmt.hf.BMTrainCallback()] if wrapped else []
+    model = bmt.auto_wrap(model) if wrapped else model
+    trainer = transformers.Trainer(model, args=args, train_dataset=RowsWithFeatures(), callbacks=callbacks)
+    trainer.train()
+    return [loss for (loss,) in jobs.losses(trainer.state.log_history)], jobs.weights(model)
+
+
+@pytest.mark.parametrize("name", ["GraniteDoclingForConditionalGeneration", "VibeVoiceForConditionalGeneration"])
+def test_another_mean_beside_the_cross_entropy(world, tmp_path, name):
+    """It counts once, as in one process with the rows of all ranks and micro-batches."""
+    if not hasattr(transformers, name):
+        pytest.skip("not in this version of transformers")
+    plain = train_with_trunk(str(tmp_path), name, False, 8, 1)
+    for accumulation in (1, 2):
+        for ours in world(2)(train_with_trunk, str(tmp_path), name, True, 4 // accumulation, accumulation):
+            check_same(ours, plain)

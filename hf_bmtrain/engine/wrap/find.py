@@ -101,12 +101,13 @@ def adapter_parameters(model: torch.nn.Module) -> set[int]:
 
 
 def is_router(path: str) -> bool:
-    """Return whether a module has the name of a router, the module that chooses the experts of each token.
+    """Return whether a module is a router, which chooses the experts of each token, or a part of one.
 
     Extensions call this to leave routers in full precision, because rounding could change which experts are chosen.
 
-    path: the module's path in its model. The result is True if its last part is "router" or "gate", as in
-        "model.layers.0.mlp.gate". A final ".base_layer" is ignored: if PEFT adds an adapter to this router, the router
-        itself moves to "model.layers.0.mlp.gate.base_layer".
+    path: the module's path in its model. The result is True if a part of it is "router" or "gate", as in
+        "model.layers.0.mlp.gate". It need not be the last part: many routers are modules that contain a linear layer,
+        such as "model.layers.0.mlp.router.classifier", and if PEFT adds an adapter to a router, the router itself moves
+        to "model.layers.0.mlp.gate.base_layer".
     """
-    return path.removesuffix(".base_layer").rpartition(".")[2] in ("router", "gate")
+    return not {"router", "gate"}.isdisjoint(path.split("."))

@@ -156,6 +156,15 @@ def loss_kind(model: Any) -> str | None:
     return "mean" if "CrossEntropyLoss" in names and unshifted else None
 
 
+def reads_mask_in_loss(model: Any) -> bool:
+    """Return whether the loss of `model` is a mean over the tokens that `attention_mask` allows, whatever their labels.
+
+    The result is a guess from names: forwards of transformers that compute such a loss call these tokens `active_loss`.
+    """
+    code = getattr(inspect.unwrap(type(model).forward), "__code__", None)
+    return code is not None and "active_loss" in code.co_varnames
+
+
 @functools.cache
 def _passes_keywords(forward: Callable[..., Any]) -> bool:
     """Return whether `forward` passes its additional keyword arguments (`**kwargs`) to `self.loss_function`.

@@ -22,7 +22,7 @@ from ...engine.base.checksums import digest
 from ...engine.base.torch_internals import disable_compiler, pytree
 from ...engine.runtime.world import current_world
 from .attention import ROW, Row, register
-from .choose import attentions_of, loss_kind, sets_shape
+from .choose import attentions_of, loss_kind, reads_mask_in_loss, sets_shape
 from .exchange import gather_tokens, mean_over_group
 from .parts import Parts
 
@@ -188,6 +188,11 @@ class SharedRows:
                 f"sequence_parallel: the loss that {name} computes from labels is not supported, because it is neither "
                 "one of the known loss functions of transformers nor a mean over labels. Call the model without "
                 "labels, and compute the loss from its outputs, which contain all tokens."
+            )
+        if given.get("attention_mask") is not None and reads_mask_in_loss(base):
+            raise NotImplementedError(
+                f"sequence_parallel: the loss of {name} is a mean over the tokens that attention_mask allows, of which "
+                "each rank has only a part. Call the model without labels, and compute the loss from its outputs."
             )
         targets = labels
         ignored = _IGNORED if kind == "mean" else given.get("ignore_index", _IGNORED)

@@ -40,7 +40,7 @@ _OF_SENTENCES = {"next_sentence_label", "sentence_order_label", "sentence_image_
 the sum of two means: over tokens, and over rows."""
 
 
-def follow_mean_loss(model: Any, trainer: transformers.Trainer) -> Callable[[], bool]:
+def follow_mean_loss(model: Any, trainer: transformers.Trainer) -> LastForward | None:
     """Make Trainer's loss of `model` on several ranks the mean over the labels of all ranks, as in one process.
 
     By default (`average_tokens_across_devices`), Trainer multiplies the loss by the number of ranks. This is right if
@@ -56,17 +56,17 @@ def follow_mean_loss(model: Any, trainer: transformers.Trainer) -> Callable[[], 
         trainer: the Trainer that trains or evaluates the model.
 
     Returns:
-        A function without arguments. It returns True if the loss of the model's last forward with `num_items_in_batch`
-        is a mean, and False if it is a sum divided by this number. It always returns False if nothing needs a
-        correction or warning: if a step has only one micro-batch, and losses are not averaged over several ranks
-        (because there is one rank, or `average_tokens_across_devices=False`).
+        What is known of the model's last forward with `num_items_in_batch`: whether its loss is a mean, or a sum
+        divided by this number. None if the loss is known to be such a sum, or if nothing needs a correction or warning:
+        if a step has only one micro-batch, and losses are not averaged over several ranks (because there is one rank,
+        or `average_tokens_across_devices=False`).
     """
     several = _averages(trainer)
     if not several and trainer.args.gradient_accumulation_steps == 1:
-        return lambda: False
-    base, forward = base_of(model), _Forward(model)
+        return None
+    base, forward = base_of(model), LastForward(model)
     if not forward.may_be_mean:
-        return lambda: False
+        return None
     sentences = _OF_SENTENCES & names_in_forward(model) if several else set()
     way_out = "set trainer.model_accepts_loss_kwargs = False before train()"
     correct = _Correction(type(base).__name__, trainer, way_out)
@@ -89,7 +89,7 @@ def follow_mean_loss(model: Any, trainer: transformers.Trainer) -> Callable[[], 
         return correct(loss, given, forward.ignored, forward.observed, of_rows, forward.shifts)
 
     hook_loss(model, weigh, (forward.begin, forward.end))
-    return lambda: forward.ignored
+    return forward
 
 
 def follow_loss_function(trainer: transformers.Trainer) -> None:
@@ -120,7 +120,7 @@ def _averages(trainer: transformers.Trainer) -> bool:
     return current_world().size > 1 and trainer.args.average_tokens_across_devices
 
 
-class _Forward:
+class LastForward:
     """Finds out whether a forward of a model computes a loss that is a mean, because it ignores `num_items_in_batch`.
 
     `num_items_in_batch` is the number of labels in all micro-batches on all ranks. A model ignores it if the forward
@@ -138,6 +138,9 @@ class _Forward:
         name: the name of the `loss_function` that the last forward called; "" if it called none.
         shifts: whether the loss leaves out the first label of each row, because no token predicts it. None if the
             forward's code does not tell.
+        keeps_sum: whether to set `summed` in each forward. Callers may set it to True.
+        summed: the result of the `loss_function` that the last forward called, if it was divided by
+            `num_items_in_batch`; otherwise None. Callers must reset it to None, because it keeps the graph in memory.
     """
 
     def __init__(self, model: Any) -> None:
@@ -147,6 +150,8 @@ class _Forward:
         self._own_function: list[Any] = []
         self.may_be_mean = self._observe or self._chooses or self._mean
         self.ignored, self.observed, self.name = False, False, ""
+        self.keeps_sum = False
+        self.summed: torch.Tensor | None = None
         # Forwards in transformers that compute a mean themselves and shift labels call the result `shift_labels`.
         self.shifts = "shift_labels" in names_in_forward(model) if self._mean else None
         if self._observe:
@@ -157,7 +162,7 @@ class _Forward:
 
         Returns the keyword arguments to pass to the forward instead of `given`.
         """
-        self.ignored, self.observed, self.name = self._mean, self._observe, ""
+        self.ignored, self.observed, self.name, self.summed = self._mean, self._observe, "", None
         if self._chooses:
             # Replace the model's `loss_function` by one that also records what it does.
             function = self._base.loss_function
@@ -196,6 +201,8 @@ class _Forward:
         kind = getattr(self._base.config, "problem_type", None)
         if "MSELoss" in names and kind in ("regression", "multi_label_classification"):
             self.ignored = True
+        if self.keeps_sum and not self.ignored:
+            self.summed = loss
         return loss
 
 

@@ -1,10 +1,9 @@
-"""Correct the auxiliary loss of a mixture of experts, which Trainer would add once per micro-batch and rank."""
+"""Correct the auxiliary loss of a model, such as that of its routers, which Trainer would add once per rank."""
 
 from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -13,12 +12,22 @@ import transformers
 from ...engine.runtime.world import current_world
 from ...engine.wrap.accelerator import ranks_per_row
 from .hooks import base_of, count_parts_without_rows, hook_loss, is_scalar, names_in_forward
+from .mean import LastForward
 
 _log = logging.getLogger("hf_bmtrain")
 _COEFFICIENTS = ("router_aux_loss_coef", "aux_loss_coef")
 
 
-def average_router_loss(model: Any, trainer: transformers.Trainer, is_mean: Callable[[], bool]) -> None:
+_ADDED = {
+    "z_loss_coefficient": None,  # Bamba
+    "density_router_loss_weight": "router_labels",  # Granite Docling
+    "diffusion_loss_weight": "acoustic_loss_mask",  # VibeVoice
+}
+"""{name of the weight of another mean that a forward adds to the cross entropy: the argument without which it adds
+nothing, or None}. These models do not return the mean by itself."""
+
+
+def average_router_loss(model: Any, trainer: transformers.Trainer, forward: LastForward | None) -> None:
     """Make the auxiliary loss of the routers of `model` count once per step, averaged over micro-batches and ranks.
 
     A mixture of experts returns the loss `cross_entropy / num_items_in_batch + router_aux_loss_coef * aux_loss`, where
@@ -26,51 +35,83 @@ def average_router_loss(model: Any, trainer: transformers.Trainer, is_mean: Call
     micro-batches and multiplies them by the number of ranks. This is right for the cross entropy. But the auxiliary
     loss is already a mean, so it would count once per micro-batch and rank. Before Trainer gets the loss, a hook
     therefore divides the auxiliary loss by the number of micro-batches times the number of ranks. In the last batch,
-    ranks may have no rows; they are left out.
+    ranks may have no rows; they are left out. The other means that models add to the cross entropy (`_ADDED`) are
+    divided in the same way, except with `sequence_parallel`.
 
     Args:
         model: the sharded model, with or without PEFT's adapters.
         trainer: the Trainer that trains it.
-        is_mean: the result of `follow_mean_loss(model, trainer)`: a function that returns whether the loss of the last
-            forward is a mean, and not a sum divided by `num_items_in_batch`. If it is, the hook divides nothing,
-            because the hook of `follow_mean_loss` averages the whole loss over the ranks, with the auxiliary loss.
+        forward: the result of `follow_mean_loss(model, trainer)`, which tells whether the loss of the last forward is
+            a mean, and not a sum divided by `num_items_in_batch`. If it is, the hook divides nothing, because the hook
+            of `follow_mean_loss` averages the whole loss over the ranks, with the auxiliary loss.
     """
     names = names_in_forward(model)
-    name = next((name for name in _COEFFICIENTS if name in names), None)
+    name = next((name for name in (*_COEFFICIENTS, *_ADDED) if name in names), None)
     if name is None:
         return
-    base, args, told = base_of(model), trainer.args, False
+    base, args, told, subtracts = base_of(model), trainer.args, False, name in _ADDED
+    if subtracts and (forward is None or ranks_per_row(model) > 1 or not _value(base, name)):
+        return
+    if forward is not None:
+        forward.keeps_sum = subtracts
     owner = weakref.ref(trainer)  # weak, because the model may live longer than the trainer and its optimizer
 
     def divide(given: dict[str, Any], outputs: Any, loss: torch.Tensor) -> torch.Tensor:
         nonlocal told
         trainer = owner()
-        found = [outputs.get("aux_loss")] if isinstance(outputs, dict) else filter(is_scalar, outputs[1:])
-        auxiliary = next(iter(found), None)
-        if trainer is None or is_mean() or not isinstance(auxiliary, torch.Tensor):
+        if forward is not None and subtracts:
+            summed, forward.summed = forward.summed, None
+            weighted = None if summed is None else _added_mean(base, name, given, outputs, loss - summed, summed)
+        else:
+            found = [outputs.get("aux_loss")] if isinstance(outputs, dict) else filter(is_scalar, outputs[1:])
+            auxiliary = next(iter(found), None)
+            weighted = _value(base, name) * auxiliary.to(loss.device) if isinstance(auxiliary, torch.Tensor) else None
+        if trainer is None or forward is not None and forward.ignored or weighted is None:
             return loss
         times = trainer.current_gradient_accumulation_steps if model.training else 1
         if args.average_tokens_across_devices:
             times = times * (current_world().size // ranks_per_row(model)) - count_parts_without_rows(model)
         if times == 1:
             return loss
-        coefficient = _value(base, name)
         if not told and current_world().rank == 0:
             _log.info(
-                "the routers' auxiliary loss of %s is averaged over micro-batches and ranks, and multiplied by its "
+                "the %s of %s is averaged over micro-batches and ranks, and multiplied by its "
                 "coefficient, %g. Trainer alone adds it once per micro-batch and rank, %d times in a step, which makes "
                 "it larger by this factor. If you want that, pass average_router_loss=False to BMTrainCallback",
-                type(base).__name__, coefficient, times,
+                "other mean in the loss" if subtracts else "routers' auxiliary loss", type(base).__name__,
+                _value(base, name), times,
             )  # fmt: skip
         told = True
-        return loss - (1 - 1 / times) * coefficient * auxiliary.to(loss.device)
+        return loss - (1 - 1 / times) * weighted
 
     hook_loss(model, divide)
+
+
+def _added_mean(
+    model: Any, name: str, given: dict[str, Any], outputs: Any, rest: torch.Tensor, summed: torch.Tensor
+) -> torch.Tensor | None:
+    """Return the mean that a forward of `model` has added to its cross entropy, multiplied by its weight; None if none.
+
+    name: the name of the weight, a key of `_ADDED`.
+    given: the keyword arguments of the forward.
+    outputs: the outputs of the forward.
+    rest: the loss without the cross entropy.
+    summed: the cross entropy.
+    """
+    needed = _ADDED[name]
+    if needed is not None and given.get(needed) is None:
+        return None
+    if name != "diffusion_loss_weight":
+        return rest
+    # VibeVoice multiplies the cross entropy by (1 - weight), if there is audio.
+    return rest + _value(model, name) * summed if getattr(outputs, "audio_features", None) is not None else None
 
 
 def _value(model: Any, name: str) -> float:
     """Return the coefficient called `name` that the forward of `model` uses, such as "router_aux_loss_coef".
 
-    The coefficient is an attribute of the model or, if the model has no such attribute, of its configuration.
+    The coefficient is an attribute of the model or, if the model has no such attribute, of its configuration. (Its text
+    configuration is looked at first, which is the configuration itself if there is only one.)
     """
-    return getattr(model if hasattr(model, name) else model.config.get_text_config(), name)
+    owners = model, model.config.get_text_config(), model.config
+    return getattr(next(each for each in owners if hasattr(each, name)), name)

@@ -415,9 +415,11 @@ def test_an_adapted_router_is_left() -> None:
         def __init__(self) -> None:
             super().__init__()
             self.gate, self.up = nn.Linear(32, 32), nn.Linear(32, 32)
+            self.router = nn.ModuleDict({"classifier": nn.Linear(32, 32)})  # as in Longcat Flash
 
         def forward(self, hidden):
-            return hidden + self.up(hidden) * self.gate(hidden).softmax(-1)
+            scores = self.gate(hidden) + self.router["classifier"](hidden)
+            return hidden + self.up(hidden) * scores.softmax(-1)
 
     model = nn.Sequential(nn.ModuleList([Routed(), Routed()]))
     model = get_peft_model(model, LoraConfig(target_modules=["gate", "up"]))

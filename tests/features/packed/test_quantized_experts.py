@@ -227,7 +227,8 @@ class Mixed(nn.Module):
         self.embedding = nn.Embedding(256, 128)
         self.bag = nn.EmbeddingBag(256, 128)
         self.gate = nn.Linear(128, 128)
-        self.router = nn.ModuleDict({"base_layer": nn.Linear(128, 128)})  # as PEFT's adapters hold it
+        # As PEFT's adapters hold a router, and as some models do.
+        self.router = nn.ModuleDict({"base_layer": nn.Linear(128, 128), "classifier": nn.Linear(128, 128)})
 
     def forward(self, x):
         return x + sum(parameter.double().sin().mean() for parameter in self.parameters())

@@ -82,6 +82,19 @@ def test_calls():
     model(**batch).loss.backward()  # still usable
 
 
+@on_ranks(2)
+def test_a_loss_that_reads_the_mask():
+    config = transformers.BioGptConfig(
+        vocab_size=VOCABULARY, hidden_size=32, intermediate_size=40, num_hidden_layers=2, num_attention_heads=4,
+        layerdrop=0.0,
+    )  # fmt: skip
+    model = bmt.auto_wrap(transformers.BioGptForTokenClassification(config), sequence_parallel=2)
+    tokens = torch.randint(3, VOCABULARY, (2, 8), generator=torch.Generator().manual_seed(0))
+    with pytest.raises(NotImplementedError, match="a mean over the tokens that attention_mask allows"):
+        model(input_ids=tokens, attention_mask=torch.ones_like(tokens), labels=tokens % 2)
+    model(input_ids=tokens, labels=tokens % 2).loss.backward()
+
+
 class NamelessBlock(GPT2Block):
     """Gets a mask by position, without a name."""
 

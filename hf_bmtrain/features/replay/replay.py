@@ -747,7 +747,7 @@ class Attributes:
         return self._layer().training, *map(_TRAINING, self._inner)  # pyright: ignore[reportOptionalMemberAccess]
 
     def set_modes(self, modes: Sequence[bool]) -> Sequence[bool]:
-        """Set `training` of these modules to `modes`, an earlier result of `self.modes()`. Return the previous values."""
+        """Set `training` of these modules to `modes`, an earlier result of `modes`. Return the previous values."""
         present = self.modes()
         if modes != present:
             for attributes, training in zip([vars(self._layer()), *self._inner], modes):

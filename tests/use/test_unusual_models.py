@@ -293,6 +293,20 @@ def compiled_parts_of_layers():
     check_twins(make, tower_loss, prepare=prepare)
 
 
+def hooks_in_compiled_layers():
+    """They run if torch guards on hooks; one on the block always does."""
+
+    def prepare(model, step):
+        if step == 0:
+            model.layers[2].register_forward_hook(lambda module, args, output: output * 0.5)
+        if step == 1:
+            model.layers[1].linear.register_forward_hook(lambda module, args, output: output * 0.5)
+            model.layers[2].linear.register_full_backward_hook(lambda module, inputs, outputs: (inputs[0] * 0.5,))
+
+    with torch._dynamo.config.patch(skip_nnmodule_hook_guards=False):
+        check_twins(Tower, tower_loss, prepare=prepare, compile="eager")
+
+
 def attributes_of_parameters():
     """Programs divide parameters into groups by them."""
     tower = Tower()
@@ -361,6 +375,7 @@ CASES = [
     tied_after_wrapping, registered_subclasses, bases_without_dict, complex_parameters, pruned_and_parametrized,
     averaged_weights, integer_parameters, list_with_none, cache_by_position, sparse_gradients, pickled_models,
     attributes_of_parameters, gradients_before_wrapping, attributes_read_in_forward, compiled_parts_of_layers,
+    hooks_in_compiled_layers,
 ]  # fmt: skip
 
 

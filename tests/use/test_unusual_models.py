@@ -250,6 +250,63 @@ def sparse_gradients():
     assert not isinstance(tower.layers[0], bmt.CheckpointBlock)
 
 
+class ScaledLayer(Layer):
+    """Reads an attribute of its parameter."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear.weight.factor = 0.5
+
+    def forward(self, x):
+        return super().forward(x) * self.linear.weight.factor
+
+
+class ScaledTower(Tower):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList([ScaledLayer() for _ in range(3)])
+        self.head.bias.factor = 2.0
+
+    def forward(self, ids):
+        return super().forward(ids) * self.head.bias.factor
+
+
+def attributes_read_in_forward():
+    for use_checkpoint in (True, False):
+        model = check_twins(ScaledTower, tower_loss, use_checkpoint=use_checkpoint)
+    with bmt.gathered(model):
+        assert model.head.bias.factor == 2.0
+
+
+def compiled_parts_of_layers():
+    """A program compiles parts of its layers before auto_wrap; the layers are recomputed."""
+
+    def make():
+        tower = Tower()
+        for layer in tower.layers:
+            layer.linear = torch.compile(layer.linear, backend="eager")
+        return tower
+
+    def prepare(model, step):
+        model.train(step != 1)
+
+    check_twins(make, tower_loss, prepare=prepare)
+
+
+def hooks_in_compiled_layers():
+    """They run if torch guards on hooks; one on the block always does."""
+
+    def prepare(model, step):
+        if step == 0:
+            model.layers[2].register_forward_hook(lambda module, args, output: output * 0.5)
+        if step == 1:
+            model.layers[1].linear.register_forward_hook(lambda module, args, output: output * 0.5)
+            model.layers[2].linear.register_full_backward_hook(lambda module, inputs, outputs: (inputs[0] * 0.5,))
+
+    with torch._dynamo.config.patch(skip_nnmodule_hook_guards=False):
+        check_twins(Tower, tower_loss, prepare=prepare, compile="eager")
+
+
 def attributes_of_parameters():
     """Programs divide parameters into groups by them."""
     tower = Tower()
@@ -317,7 +374,8 @@ CASES = [
     scripted_modules, reversible_layers, functional_calls, state_dicts_of_modules_in_blocks,
     tied_after_wrapping, registered_subclasses, bases_without_dict, complex_parameters, pruned_and_parametrized,
     averaged_weights, integer_parameters, list_with_none, cache_by_position, sparse_gradients, pickled_models,
-    attributes_of_parameters, gradients_before_wrapping,
+    attributes_of_parameters, gradients_before_wrapping, attributes_read_in_forward, compiled_parts_of_layers,
+    hooks_in_compiled_layers,
 ]  # fmt: skip
 
 

@@ -62,6 +62,9 @@ class ShardedBuffer:
             only `storage` has their values, and those of `shard` are undefined.
         full_params: for each parameter, a Parameter of the full shape. It is readable after `gather` and `wait`, and
             until `reshard`.
+        attributes: for each parameter, the attributes that a program had set to a number, bool or str before it was
+            sharded, such as Mamba's `_no_weight_decay`. Local and full parameters have them, too. Empty for a subclass
+            of torch.nn.Parameter.
         number: the number of this buffer in the order of creation, from 1. It is the same on every rank.
         local_ranges: for each parameter, which of its elements this rank's shard stores, and where in the shard.
         gradient: averages the gradients of the parameters over the ranks, and sets the `.grad` of local parameters.
@@ -102,8 +105,9 @@ class ShardedBuffer:
         self.full_params = [
             torch.nn.Parameter(self.storage.view(i, p.shape), p.requires_grad) for i, p in enumerate(parameters)
         ]
-        for full in self.full_params:
-            full.is_unsharded = True  # pyright: ignore[reportAttributeAccessIssue]
+        self.attributes = [_attributes(parameter) for parameter in parameters]
+        for full, attributes in zip(self.full_params, self.attributes):
+            vars(full).update(attributes, is_unsharded=True)
         reducer = reduction.reducer(self.layout, [p.shape for p in parameters], self.shard, world.poison)
         unused = UnusedParameters(world.control, self.number)
         self.gradient = GradientBuffer(self.placements, reducer, self.full_params, self.shard, unused)
@@ -147,9 +151,7 @@ class ShardedBuffer:
         Args:
             cls: the class of the local parameters. Their memory is a 1-D view of `shard`.
             parameters: the full parameters, in the order of the buffer. Their `requires_grad` is copied, and so are
-                their attributes `init_method` and `group` (of BMTrain). From a torch.nn.Parameter (not a subclass),
-                attributes that a program has set to a number, bool or str are copied, too, such as Mamba's
-                `_no_weight_decay`.
+                their attributes `init_method` and `group` (of BMTrain), and those in `attributes`.
         """
         slices: list[Any] = []
         for index, (parameter, local_range) in enumerate(zip(parameters, self.local_ranges)):
@@ -158,9 +160,8 @@ class ShardedBuffer:
             made.buffer, made.index, made.placement = self, index, self.placements[index]
             made.on_demand, made.origin, made._gradient_hooks = None, None, OrderedDict()
             made.init_method, made.group = getattr(parameter, "init_method", None), getattr(parameter, "group", None)
-            if type(parameter) is torch.nn.Parameter:
-                plain = {name: value for name, value in vars(parameter).items() if isinstance(value, (int, float, str))}
-                vars(made).update({name: value for name, value in plain.items() if not hasattr(made, name)})
+            attributes = self.attributes[index].items()
+            vars(made).update({name: value for name, value in attributes if not hasattr(made, name)})
             slices.append(made)
         self.gradient.slices = [weakref.ref(made) for made in slices]
         return slices
@@ -413,3 +414,12 @@ class ShardedBuffer:
             "the optimizer would not update the cast values. Cast the module that has these parameters before "
             "auto_wrap (for example a router that computes in float32), or cast the activations in its forward instead."
         )
+
+
+def _attributes(parameter: torch.nn.Parameter) -> dict[str, Any]:
+    """Return what `ShardedBuffer.attributes` holds for one parameter."""
+    if type(parameter) is not torch.nn.Parameter:
+        return {}
+    plain = {name: value for name, value in vars(parameter).items() if isinstance(value, (int, float, str))}
+    plain.pop("is_unsharded", None)
+    return plain

@@ -108,7 +108,10 @@ def clone_full_params(sharded_params: Iterable[DistributedParameter]) -> Wholes:
     Returns:
         {local parameter: the copy of its full parameter}. The type Wholes is a dict of this form.
     """
-    return {p: torch.nn.Parameter(p.full.detach().clone(), p.requires_grad) for p in _by_buffer(sharded_params)}
+    copies = {p: torch.nn.Parameter(p.full.detach().clone(), p.requires_grad) for p in _by_buffer(sharded_params)}
+    for p, copied in copies.items():
+        vars(copied).update(p.buffer.attributes[p.index])
+    return copies
 
 
 @contextmanager

@@ -171,6 +171,8 @@ class OnDemandGather:
 
     def _readable(self, index: int, required: bool) -> torch.nn.Parameter:
         full = torch.nn.Parameter(self._buffer.full_params[index].data, required)
+        for name, value in self._buffer.attributes[index].items():
+            setattr(full, name, value)
         if not required:
             return full  # torch allows gradient hooks only on tensors that require a gradient
         owner = weakref.ref(self)  # weak, because the garbage collector cannot free a cycle through autograd's hooks

@@ -180,6 +180,7 @@ def _full(parameter: torch.nn.Parameter) -> torch.nn.Parameter:
     if not isinstance(parameter, DistributedParameter):
         return parameter
     full: Any = torch.nn.Parameter(parameter.gather(), requires_grad=parameter.requires_grad)
+    vars(full).update(parameter.buffer.attributes[parameter.index])
     parameter.mark(full)
     return full
 

@@ -686,8 +686,9 @@ class Attributes:
         # For each module: its `__dict__` (None for the layer, whose `__dict__` is found through `_layer`), and the
         # attributes that a forward may change.
         self._modules: list[tuple[dict[str, Any] | None, dict[str, Any]]] = []
-        # A module that torch.compile returns reads and sets `training` of the module that it wraps.
-        self._inner = [vars(module) for module in modules[1:] if "training" in vars(module)]
+        # A module that torch.compile returns has no `training` of its own, but reads and sets that of the module that it
+        # wraps. A constant takes its place, so that the index of a module is also that of its mode.
+        self._inner = [vars(module) if "training" in vars(module) else {"training": True} for module in modules[1:]]
         self.buffers: list[dict[str, torch.Tensor | None]] = [module._buffers for module in modules]
         self.norms = {index for index, module in enumerate(modules) if isinstance(module, _NormBase)}
         self._getters: list[tuple[dict[str, Any] | None, Callable[[dict], Iterable[Any]], int]] = []
@@ -749,11 +750,11 @@ class Attributes:
         return values is not None and len(values) == len(known) and not any(map(is_not, values, known))
 
     def modes(self) -> tuple[bool, ...]:
-        """Return the present values of `training` of all modules that store one, first the layer's."""
+        """Return the present values of `training` of all modules, first the layer's. (See `_inner`.)"""
         return self._layer().training, *map(_TRAINING, self._inner)  # pyright: ignore[reportOptionalMemberAccess]
 
     def set_modes(self, modes: Sequence[bool]) -> Sequence[bool]:
-        """Set `training` of these modules to `modes`, an earlier result of `modes`. Return the previous values."""
+        """Set `training` of all modules to `modes`, an earlier result of `self.modes()`. Return the previous values."""
         present = self.modes()
         if modes != present:
             for attributes, training in zip([vars(self._layer()), *self._inner], modes):

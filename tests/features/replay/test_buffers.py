@@ -264,6 +264,14 @@ class Uncounted(Normed):
         self.norm.num_batches_tracked = None
 
 
+class PartlyCompiled(Normed):
+    """A part of it is compiled, and so has no mode of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = torch.compile(self.linear, backend="eager")
+
+
 def evaluate_between(model, step, training):
     """The backward of a forward in eval mode, before (`training` is None) or after a forward in training mode."""
     model.eval()
@@ -277,7 +285,9 @@ def evaluate_between(model, step, training):
         loss.backward()
 
 
-@pytest.mark.parametrize(("training", "layer"), [(True, Normed), (False, Normed), (True, Uncounted)])
+@pytest.mark.parametrize(
+    ("training", "layer"), [(True, Normed), (False, Normed), (True, Uncounted), (True, PartlyCompiled)]
+)
 @on_ranks(2)
 def test_statistics_of_norms(training, layer):
     """A forward in eval mode is recomputed with its statistics. (Plain torch computes with those that came later.)"""

@@ -686,7 +686,7 @@ class Attributes:
         # For each module: its `__dict__` (None for the layer, whose `__dict__` is found through `_layer`), and the
         # attributes that a forward may change.
         self._modules: list[tuple[dict[str, Any] | None, dict[str, Any]]] = []
-        # A module that torch.compile returns has no `training` of its own, but reads and sets that of the module that it
+        # A module that torch.compile returns has no `training` of its own: it reads and sets that of the module that it
         # wraps. A constant takes its place, so that the index of a module is also that of its mode.
         self._inner = [vars(module) if "training" in vars(module) else {"training": True} for module in modules[1:]]
         self.buffers: list[dict[str, torch.Tensor | None]] = [module._buffers for module in modules]

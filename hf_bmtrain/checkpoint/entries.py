@@ -529,10 +529,11 @@ class LoadedState:
                 saved.setdefault(parameters[name], {*values} - {"step"})
             optimizer.expect_state(self._groups, saved)
             places = optimizer.allocate_state({"state": self._state, "param_groups": self._groups})
-            # Use the optimizer's own tensors only if it has one for every saved tensor. It lacks some if the checkpoint
-            # contains another form of the state. AdamOptimizer stores 8-bit moments with `state_bits=8`. For bfloat16
-            # weights, it stores float32 masters on CPUs, but residuals (differences from the weights) on GPUs. It also
-            # lacks tensors that other code added to the saved state, such as the slow weights of Lookahead.
+            # Use the optimizer's own tensors only if it has one for every saved tensor. This is not so in two cases:
+            # * The checkpoint contains another form of the state. For example, AdamOptimizer stores 8-bit moments only
+            #   with `state_bits=8`. For bfloat16 weights, it stores float32 masters on CPUs, but residuals (differences
+            #   from the weights) on GPUs.
+            # * Other code has added tensors to the saved state, such as the slow weights of Lookahead.
             if all(what in places.get(parameters[name], ()) for name, what in names):
                 self._places = places
 

@@ -136,9 +136,9 @@ class BMTrainCallback(TrainerCallback):
             follow_shared_rows(model, args)
             # Trainer calls `num_parameters` after each micro-batch, for its total_flos. The model's own method is slow
             # for sharded parameters, and counts only this rank's part of weights that `tp_size` splits, so replace it.
-            # If PEFT wraps the model, replace the method of the model inside the wrapper. The wrapper's class has no
-            # such method (it passes the call on), and deep copies of a sharded model leave out a replacement only if
-            # the module's class has a method of the same name.
+            # A deep copy of the model must not contain the replacement. It leaves out attributes of a module that
+            # replace a method of the module's class. The class of PEFT's wrapper has no such method (it passes the call
+            # on), so replace the method of the model inside the wrapper.
             base = base_of(model)
             if hasattr(base, "num_parameters"):
                 base.num_parameters = ParameterCount(base)

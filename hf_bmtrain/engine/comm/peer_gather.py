@@ -83,14 +83,14 @@ class PeerGather(Gather):
 
     # [Note: meetings of gathers]
     # Ranks wait for each other by meetings. A meeting is an all-reduce of one element: it completes on no rank before
-    # the streams of all ranks have reached it. Copies run on separate streams, which first wait for the current stream.
+    # the streams of all ranks have reached it. A gather copies the shards of other ranks on separate streams, which
+    # first wait for the current stream. `publish` runs before a gather of shards that were written.
     # * A rank enters the meeting of `publish` after its own writes, and its later copies wait for the meeting, so they
     #   read the new values.
     # * Asynchronous updates are not published in this way. `publish` waits for the updates of all changed shards, so
     #   the first gather would wait for the last update. Instead, `announce` starts a separate meeting for each shard,
     #   on another communicator and stream. This meeting waits only for the update of that shard. All ranks announce the
-    #   same shards in the same order. Updates do not wait for gathers, so the meeting completes even if a rank gathers
-    #   nothing.
+    #   same shards in the same order. A rank enters the meeting after its update, whether it gathers the shard or not.
     # * If weights are written although they were gathered since the last `wait_for_readers`, a slower rank may have
     #   read them while they were being written. If no `wait_for_readers` follows before the next gather of a changed
     #   shard, that gather raises RuntimeError.

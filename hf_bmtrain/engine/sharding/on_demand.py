@@ -158,10 +158,10 @@ class OnDemandGather:
             self._read_elsewhere = True
 
     def note_read(self) -> None:
-        """Record that a parameter was read, and that backward may compute the gradient of this read at any time.
+        """Record that a parameter was read where it is unknown when backward will compute the gradient of this use.
 
-        If gradients are enabled now, all later backwards reduce the gradients of the buffer's parameters only at their
-        end. Called in two cases:
+        If gradients are enabled now, every backward from now on reduces the gradients of the buffer's parameters only
+        at its end. Called in two cases:
 
         * A fused loss reads the parameter.
         * `DistributedParameter.gather`, or a function of torch, reads it outside a forward or during a backward.

@@ -263,8 +263,8 @@ def _extend_keep_frozen(model: torch.nn.Module, world: World) -> None:
     """
     planner = world.schedule.observer(MemoryPlanner)
     if planner is None or not any(module in planner.residents for module in model.modules()):
-        # With keep_frozen="auto", only models in `planner.residents` have resident buffers (those to be kept unsharded
-        # between steps). So a resident buffer shows here that keep_frozen is True, unless the buffer belongs to a block
-        # with CUDA graphs (`keeps_address`): such a buffer is resident with any keep_frozen.
+        # Models with keep_frozen="auto" are in `planner.residents`, and this one is not. So if it has a resident buffer
+        # (one that is kept unsharded between steps), keep_frozen is True. Buffers of blocks with CUDA graphs
+        # (`keeps_address`) do not count: they are resident with any keep_frozen.
         if any(buffer.resident and not buffer.keeps_address for buffer in buffers_of(model)):
             keep_all(model, world)

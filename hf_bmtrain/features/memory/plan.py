@@ -103,8 +103,8 @@ def make_plan(sizes: Sizes, forward_room: int, backward_room: int) -> Plan:
     def fits(index: int, size: int) -> bool:
         """Return whether block `index` can keep `size` bytes in total until backward. If so, set `taken[index]`."""
         before, taken[index] = taken[index], size
-        # The last block's activations do not count at the backward's peak, because backward starts with this block:
-        # its activations are in memory then even if it is recomputed.
+        # Keeping the last block's activations does not increase the backward's peak. Backward starts with this block,
+        # so its activations are in memory then in any case: kept or recomputed.
         if sum(taken) <= forward_room and sum(taken[:-1]) <= backward_room:
             return True
         taken[index] = before

@@ -84,7 +84,10 @@ def _attend(
 
 
 def _safe_softmax(scores: torch.Tensor, dim: int, dtype: torch.dtype | None = None) -> torch.Tensor:
-    """Emulate CUDA's `aten::_safe_softmax` for meta tensors: it temporarily allocates the mask of -inf scores.
+    """Emulate CUDA's `aten::_safe_softmax` for meta tensors.
+
+    CUDA's operator temporarily allocates a mask of the scores that are -inf. This function does so, too, so that the
+    predicted peak of memory contains the mask.
 
     scores, dim, dtype: as for torch.softmax.
     """

@@ -152,7 +152,7 @@ class LastForward:
         self.ignored, self.observed, self.name = False, False, ""
         self.keeps_sum = False
         self.summed: torch.Tensor | None = None
-        # Forwards in transformers that compute a mean themselves and shift labels call the result `shift_labels`.
+        # A forward in transformers that computes a mean itself and shifts the labels has a variable `shift_labels`.
         self.shifts = "shift_labels" in names_in_forward(model) if self._mean else None
         if self._observe:
             hide_from_blocks(model)
@@ -298,7 +298,8 @@ class _Correction:
         assert counted is not None
         # Without shift_labels, the first label of a row does not count, because no token predicts it. Trainer infers
         # from the class and its name whether the loss shifts the labels. For some classes of transformers this is
-        # wrong, such as TrOCRForCausalLM; there, `shifts` tells. It cannot be seen in a program's own code.
+        # wrong, such as TrOCRForCausalLM, so use `shifts` where it is known. For models that are defined by the user's
+        # program, it is unknown (None), and the labels are counted as Trainer counts them.
         if not shifted and (getattr(trainer, "_loss_shifts_labels", False) if shifts is None else shifts):
             counted = counted[..., 1:]
         if of_rows:

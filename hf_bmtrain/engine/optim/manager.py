@@ -435,7 +435,7 @@ class OptimManager:
             self._compare()
         # 2. Search all gradients for inf and nan, except those that `clip_grad_norm` has searched already.
         own = {optimizer: _with_gradient(optimizer) for optimizer in self.optimizers}
-        if self._scale is not None or self._clips:
+        if len(own) > 1 and (self._scale is not None or self._clips):
             _refuse_sharing(own)
         for optimizer in list(self._clips):
             if len(_unreplaced(own[optimizer], self._clips[optimizer][1])) < len(own[optimizer]):
@@ -909,8 +909,7 @@ def _refuse_sharing(members: dict[torch.optim.Optimizer, list[torch.nn.Parameter
                 f"{name}{f' and {len(shared) - 1} more' if len(shared) > 1 else ''}. Each of them would divide its "
                 "gradient by the loss scale, or multiply it to clip it. Give each parameter to one optimizer only."
             )
-        if len(members) > 1:
-            seen.update(dict.fromkeys(parameters, optimizer))
+        seen.update(dict.fromkeys(parameters, optimizer))
 
 
 def _updated_in_backward(optimizer: torch.optim.Optimizer) -> bool:

@@ -309,3 +309,67 @@ def test_another_mean_beside_the_cross_entropy(world, tmp_path, name):
     for accumulation in (1, 2):
         for ours in world(2)(train_with_trunk, str(tmp_path), name, True, 4 // accumulation, accumulation):
             check_same(ours, plain)
+
+
+class OwnMixture(torch.nn.Module):
+    """A model of the user's program, without a configuration."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding, self.head = torch.nn.Embedding(jobs.VOCABULARY, 8), torch.nn.Linear(8, jobs.VOCABULARY)
+        self.aux_loss_coef = COEFFICIENT
+
+    def computed(self, input_ids, labels):
+        logits = self.head(self.embedding(input_ids))
+        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+        return {"loss": loss, "logits": logits, "aux_loss": logits.logsumexp(-1).square().mean()}
+
+    def forward(self, input_ids=None, labels=None, num_items_in_batch=None, **kwargs):
+        outputs = self.computed(input_ids, labels)
+        loss = outputs["loss"] * labels.numel() / num_items_in_batch
+        return {**outputs, "loss": loss + self.aux_loss_coef * outputs["aux_loss"]}
+
+
+class OwnMean(OwnMixture):
+    """Its loss is a mean, and its coefficient is none of its attributes."""
+
+    def __init__(self):
+        super().__init__()
+        del self.aux_loss_coef
+
+    def forward(self, input_ids=None, labels=None, **kwargs):
+        outputs, weights = self.computed(input_ids, labels), {"aux_loss_coef": COEFFICIENT}
+        return {**outputs, "loss": outputs["loss"] + weights["aux_loss_coef"] * outputs["aux_loss"]}
+
+
+class OwnArgument(OwnMixture):
+    """Its forward has an argument with the name of a weight of transformers' models."""
+
+    def forward(self, input_ids=None, labels=None, num_items_in_batch=None, z_loss_coefficient=0.0, **kwargs):
+        return {"loss": self.computed(input_ids, labels)["loss"] * labels.numel() / num_items_in_batch}
+
+
+class UnmaskedRows(jobs.Rows):
+    def __getitem__(self, index):
+        return {"input_ids": self.ids[index], "labels": self.ids[index]}
+
+
+def train_own(folder, cls, wrapped, rows):
+    model = bmt.auto_wrap(cls()) if wrapped else cls()
+    args = jobs.arguments(
+        folder, per_device_train_batch_size=rows, train_sampling_strategy="sequential", optim="sgd",
+        learning_rate=LEARNING_RATE,
+    )  # fmt: skip
+    callbacks = [bmt.hf.BMTrainCallback()] if wrapped else []
+    trainer = transformers.Trainer(model, args=args, train_dataset=UnmaskedRows(), callbacks=callbacks)
+    trainer.train()
+    return [loss for (loss,) in jobs.losses(trainer.state.log_history)], jobs.weights(model)
+
+
+@pytest.mark.parametrize("cls", [OwnMixture, OwnMean, OwnArgument])
+def test_names_of_coefficients_in_own_forwards(world, tmp_path, cls):
+    """The coefficient may be an attribute of the model, or something else if nothing is to be divided."""
+    plain = train_own(str(tmp_path), cls, False, 8)
+    for ours in world(2)(train_own, str(tmp_path), cls, True, 4):
+        check_same(ours, plain)

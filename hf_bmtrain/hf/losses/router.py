@@ -11,7 +11,7 @@ import transformers
 
 from ...engine.runtime.world import current_world
 from ...engine.wrap.accelerator import ranks_per_row
-from .hooks import base_of, count_parts_without_rows, hook_loss, is_scalar, names_in_forward
+from .hooks import base_of, count_parts_without_rows, hook_loss, is_scalar, must_observe, names_in_forward
 from .mean import LastForward
 
 _log = logging.getLogger("hf_bmtrain")
@@ -50,7 +50,8 @@ def average_router_loss(model: Any, trainer: transformers.Trainer, forward: Last
     if name is None:
         return
     base, args, told, subtracts = base_of(model), trainer.args, False, name in _ADDED
-    if subtracts and (forward is None or ranks_per_row(model) > 1 or not _value(base, name)):
+    # The names in other code than that of transformers do not tell what it adds.
+    if subtracts and (forward is None or must_observe(model) or ranks_per_row(model) > 1 or not _value(base, name)):
         return
     if forward is not None:
         forward.keeps_sum = subtracts
@@ -58,20 +59,23 @@ def average_router_loss(model: Any, trainer: transformers.Trainer, forward: Last
 
     def divide(given: dict[str, Any], outputs: Any, loss: torch.Tensor) -> torch.Tensor:
         nonlocal told
-        trainer = owner()
-        if forward is not None and subtracts:
+        trainer, summed = owner(), None
+        if forward is not None:
             summed, forward.summed = forward.summed, None
-            weighted = None if summed is None else _added_mean(base, name, given, outputs, loss - summed, summed)
-        else:
-            found = [outputs.get("aux_loss")] if isinstance(outputs, dict) else filter(is_scalar, outputs[1:])
-            auxiliary = next(iter(found), None)
-            weighted = _value(base, name) * auxiliary.to(loss.device) if isinstance(auxiliary, torch.Tensor) else None
-        if trainer is None or forward is not None and forward.ignored or weighted is None:
+        if trainer is None or forward is not None and forward.ignored:
             return loss
         times = trainer.current_gradient_accumulation_steps if model.training else 1
         if args.average_tokens_across_devices:
             times = times * (current_world().size // ranks_per_row(model)) - count_parts_without_rows(model)
         if times == 1:
+            return loss
+        if subtracts:
+            weighted = None if summed is None else _added_mean(base, name, given, outputs, loss - summed, summed)
+        else:
+            found = [outputs.get("aux_loss")] if isinstance(outputs, dict) else filter(is_scalar, outputs[1:])
+            auxiliary = next(iter(found), None)
+            weighted = _value(base, name) * auxiliary.to(loss.device) if isinstance(auxiliary, torch.Tensor) else None
+        if weighted is None:
             return loss
         if not told and current_world().rank == 0:
             _log.info(
@@ -113,5 +117,7 @@ def _value(model: Any, name: str) -> float:
     The coefficient is an attribute of the model or, if the model has no such attribute, of its configuration. (Its text
     configuration is looked at first, which is the configuration itself if there is only one.)
     """
-    owners = model, model.config.get_text_config(), model.config
-    return getattr(next(each for each in owners if hasattr(each, name)), name)
+    if hasattr(model, name):  # a model of the user's program may have no configuration
+        return getattr(model, name)
+    text = model.config.get_text_config()
+    return getattr(text if hasattr(text, name) else model.config, name)

@@ -341,7 +341,7 @@ def own_part(parameter: torch.Tensor, name: str, value: Any) -> Any:
     """
     if not isinstance(parameter, DistributedParameter) or not isinstance(value, torch.Tensor) or value.dim() == 0:
         return value
-    if name == "step" and value.numel() == 1:
+    if _is_step_count(name, value):
         return value
     if _is_laid_out_like(value, parameter):
         return ShardTensor.of(value.as_subclass(torch.Tensor), parameter.placement)
@@ -430,9 +430,9 @@ def divide_state(parameters: dict[Any, Any], state: States, world: World) -> tup
     saved in parts. Other values, such as step counts, are saved once. Collective: every rank must call it.
 
     A tensor is sharded like its parameter if, on every rank, it has the shape of the local parameter. One rank alone
-    cannot decide this, because a step count may have the shape of a local parameter of one element. Other values are
-    taken from the rank that stores the most elements of the parameter, because some optimizers do not count steps on a
-    rank without elements.
+    cannot decide this, because a value that is not sharded may have the shape of a local parameter of one element. (A
+    "step" with one element is never sharded.) Other values are taken from the rank that stores the most elements of the
+    parameter, because some optimizers do not count steps on a rank without elements.
 
     Args:
         parameters: {key: parameter}, for all keys of `state`.
@@ -458,7 +458,8 @@ def divide_state(parameters: dict[Any, Any], state: States, world: World) -> tup
             if not isinstance(parameter, DistributedParameter):
                 others[key][name] = _copy(value)
                 continue
-            fits, numel = _is_laid_out_like(value, parameter), stored_numel(parameter)
+            fits = _is_laid_out_like(value, parameter) and not _is_step_count(name, value)
+            numel = stored_numel(parameter)
             mine[name, key] = fits, numel, None if fits and numel != 1 else _copy(value)
     everyone = world.gather_objects(mine)
     if any(other.keys() != mine.keys() for other in everyone):
@@ -476,6 +477,14 @@ def divide_state(parameters: dict[Any, Any], state: States, world: World) -> tup
             copies = [(numel, copy) for _, numel, copy in held if copy is not None]
             others[key][name] = max(copies, key=lambda each: each[0])[1] if copies else None
     return sharded, others
+
+
+def _is_step_count(name: str, value: Any) -> bool:
+    """Return whether a value in an optimizer's state is a tensor of one element with the name of a step count.
+
+    It may have the shape of a local parameter of one element, but is not sharded like it.
+    """
+    return name == "step" and isinstance(value, torch.Tensor) and value.numel() == 1
 
 
 def _is_laid_out_like(value: Any, parameter: DistributedParameter) -> bool:

@@ -198,13 +198,29 @@ class Counting(torch.optim.SGD):
             p.sub_(0.1 * state["mean.slow"])
 
 
+def counting():
+    """A model whose first parameter has one element, and its optimizer with a manager."""
+    model = bmt.auto_wrap(torch.nn.Sequential(torch.nn.Linear(1, 1, bias=False), torch.nn.Linear(1, 33, bias=False)))
+    optimizer, manager = Counting(model.parameters(), lr=0.1), bmt.optim.OptimManager()
+    manager.add_optimizer(optimizer)
+    return model, optimizer, manager
+
+
+@on_ranks(1)
+def test_a_step_count_with_the_shape_of_a_full_parameter():
+    """It is no moment of the parameter of one element, and the other parameter has one too."""
+    model, optimizer, manager = counting()
+    model(torch.ones(2, 1)).square().sum().backward()
+    optimizer.step()
+    manager.load_state_dict(manager.state_dict(gather_opt=True))
+    assert [optimizer.state[p]["step"].tolist() for p in model.parameters()] == [[1.0], [1.0]]
+
+
 @on_ranks(2)
 def test_step_counts_of_one_element(folder):
     """One rank has a single element of the second parameter, whose step count then has the shape of a moment."""
-    model = bmt.auto_wrap(torch.nn.Sequential(torch.nn.Linear(1, 1, bias=False), torch.nn.Linear(1, 33, bias=False)))
+    model, optimizer, manager = counting()
     assert [p.part.numel() for p in model.parameters()] == ([1, 32] if bmt.rank() == 0 else [0, 1])
-    optimizer, manager = Counting(model.parameters(), lr=0.1), bmt.optim.OptimManager()
-    manager.add_optimizer(optimizer)
 
     def steps():
         for _ in range(2):

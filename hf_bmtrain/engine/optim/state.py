@@ -55,8 +55,8 @@ def save_state(optimizer: torch.optim.Optimizer, world: World, gather: bool) -> 
         RuntimeError: `gather` is True, there are several ranks, and the optimizer's state dict has sharded tensors in
             an entry other than "state".
     """
-    optimizer = unwrapped(optimizer)
-    full_state: FullState | None = getattr(optimizer, "full_state", None)
+    # A wrapper's own `state_dict` may add entries, which its `load_state_dict` loads.
+    full_state: FullState | None = getattr(unwrapped(optimizer), "full_state", None)
     with nullcontext() if full_state is None else full_state.local():
         given = optimizer.state_dict()
     check_keys(optimizer, given["state"])

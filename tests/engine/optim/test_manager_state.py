@@ -240,6 +240,41 @@ def test_step_counts_of_one_element(folder):
         assert torch.equal(steps(), expected)
 
 
+class Averaging(torch.optim.Optimizer):
+    """A wrapper with the state of the optimizer inside, and an average of its own."""
+
+    def __init__(self, optimizer):
+        self.optimizer, self.average = optimizer, 0.0
+
+    state = property(lambda self: self.optimizer.state)
+    param_groups = property(lambda self: self.optimizer.param_groups)
+
+    def step(self, closure=None):
+        self.optimizer.step()
+        self.average += 1.0
+
+    def state_dict(self):
+        return {**self.optimizer.state_dict(), "average": self.average}
+
+    def load_state_dict(self, state_dict):
+        self.average = state_dict["average"]
+        self.optimizer.load_state_dict({name: value for name, value in state_dict.items() if name != "average"})
+
+
+@on_ranks(2, full=(1,))
+def test_what_a_wrapper_adds():
+    model, inner, _ = counting()
+    optimizer, manager = Averaging(inner), bmt.optim.OptimManager()
+    manager.add_optimizer(optimizer)
+    model(torch.ones(2, 1)).square().sum().backward()
+    optimizer.step()
+    own, full = manager.state_dict(), bmt.current_world().control.broadcast_object(manager.state_dict(gather_opt=True))
+    for state in own, full:
+        optimizer.average = 0.0
+        manager.load_state_dict(state)
+        assert optimizer.average == 1.0
+
+
 def unsealed(state):
     """A state that may be changed before it is loaded."""
     return {name: value for name, value in state.items() if name != "checksums"}

@@ -233,11 +233,15 @@ def _full(name: str, tensor: torch.Tensor) -> Entry:
 
 
 def optimizers_of(given: Any) -> list[torch.optim.Optimizer]:
-    """Return the argument `optimizer` of `save_state` or `load_state` as a list of optimizers, without their wrappers.
+    """Return the argument `optimizer` of `save_state` or `load_state` as a list of optimizers.
+
+    A wrapper that does not call `Optimizer.__init__`, such as Accelerate's, is replaced by the optimizer inside. Other
+    wrappers are optimizers of their own, whose `state_dict` may add entries.
 
     given: an OptimManager, an iterable of optimizers, or one optimizer. None gives an empty list.
     """
-    return [unwrapped(each) for each in (given.optimizers if isinstance(given, OptimManager) else _list_of(given))]
+    optimizers = given.optimizers if isinstance(given, OptimManager) else _list_of(given)
+    return [each if hasattr(each, "_optimizer_state_dict_post_hooks") else unwrapped(each) for each in optimizers]
 
 
 def _list_of(given: Any) -> list[Any]:

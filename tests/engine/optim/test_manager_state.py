@@ -275,6 +275,32 @@ def test_what_a_wrapper_adds():
         assert optimizer.average == 1.0
 
 
+class Registered(torch.optim.Optimizer):
+    """A wrapper like `Averaging` that calls `Optimizer.__init__`."""
+
+    def __init__(self, optimizer):
+        super().__init__(optimizer.param_groups, optimizer.defaults)
+        self.optimizer, self.average = optimizer, 0.0
+        self.state, self.param_groups = optimizer.state, optimizer.param_groups
+
+    step, state_dict, load_state_dict = Averaging.step, Averaging.state_dict, Averaging.load_state_dict
+
+
+def test_what_a_wrapper_adds_to_a_checkpoint(world, tmp_path):
+    world(1)(wrapper_in_a_checkpoint, str(tmp_path))
+
+
+def wrapper_in_a_checkpoint(folder):
+    model, inner, _ = counting()
+    optimizer = Registered(inner)
+    model(torch.ones(2, 1)).square().sum().backward()
+    optimizer.step()
+    bmt.save_state(folder, model, optimizer, step=1)
+    optimizer.average = 0.0
+    bmt.load_state(folder, model, optimizer)
+    assert optimizer.average == 1.0
+
+
 def unsealed(state):
     """A state that may be changed before it is loaded."""
     return {name: value for name, value in state.items() if name != "checksums"}

@@ -236,7 +236,7 @@ def optimizers_of(given: Any) -> list[torch.optim.Optimizer]:
     """Return the argument `optimizer` of `save_state` or `load_state` as a list of optimizers.
 
     A wrapper that does not call `Optimizer.__init__`, such as Accelerate's, is replaced by the optimizer inside. Other
-    wrappers are optimizers of their own, whose `state_dict` may add entries.
+    wrappers are kept, because their `state_dict` may return entries that the optimizer inside does not have.
 
     given: an OptimManager, an iterable of optimizers, or one optimizer. None gives an empty list.
     """
@@ -320,9 +320,11 @@ def named(optimizer: torch.optim.Optimizer, model: torch.nn.Module) -> dict[str,
 def split_key(key: str, parameters: Mapping[str, Any]) -> tuple[str, str]:
     """Divide the name of a tensor in a checkpoint's optimizer files, PARAMETER.KEY, into PARAMETER and KEY.
 
-    Both may contain dots. `parameters` contains all parameters of the optimizer by name, as `named` returns them. The
-    name of none of them begins with that of another one and a dot, because a module cannot have a parameter and a
-    submodule of the same name.
+    Both may contain dots. But only one division is possible: "a" and "a.b" cannot both be parameters, because a module
+    cannot have a parameter and a submodule of the same name.
+
+    key: the name of the tensor, such as "layer.weight.exp_avg".
+    parameters: all parameters of the optimizer by name, as `named` returns them.
     """
     name = key.rpartition(".")[0]
     while "." in name and name not in parameters:
@@ -442,8 +444,8 @@ def optimizer_entries(
 def added_entries(optimizer: torch.optim.Optimizer, world: World) -> dict[str, Any]:
     """Return the entries that an optimizer's `state_dict()` has beside "state" and "param_groups". Not collective.
 
-    A subclass may add them, or a hook of `state_dict`. Otherwise there are none, and `state_dict` is not called,
-    because it may convert the whole state.
+    Such entries come from subclasses that override `state_dict`, or from hooks of `state_dict`. If the optimizer has
+    neither, the result is empty, and `state_dict` is not called, because it may convert the whole state.
 
     optimizer: the optimizer.
     world: the ranks that train together.
@@ -513,13 +515,13 @@ class LoadedState:
     ) -> None:
         numbers = {name: number for number, name in enumerate(parameters)}
         self._optimizer, self._parameters, self._numbers, self._added = optimizer, parameters, numbers, added
-        # The order of parameters in a group may have changed since they were saved. So give the groups the indices of
-        # the optimizer's own parameters, and assign the saved state to these indices by name.
+        # A state dict refers to parameters by index. The parameters of a group may have been in another order when they
+        # were saved. So use the indices of this optimizer's parameters, and find the saved state of each by its name.
         counts = itertools.count()
         self._groups = []
         for saved, mine in zip(groups, optimizer.param_groups):
             own = {"params": [next(counts) for _ in mine["params"]]}
-            if "param_names" in mine:  # keep these names, because the saved names may be in a different order
+            if "param_names" in mine:  # keep the optimizer's own names: the saved names may be in another order
                 own["param_names"] = mine["param_names"]
             settings = {key: value for key, value in saved.items() if key != "param_names"}
             self._groups.append({**settings, **own})
@@ -529,14 +531,15 @@ class LoadedState:
             saved: dict[Any, set[str]] = {}
             for name, what in names:
                 saved.setdefault(parameters[name], set()).add(what)
-            for name, values in others.items():  # parameters that are not sharded have all of their state here
+            for name, values in others.items():  # contains the whole state of parameters that are not sharded
                 saved.setdefault(parameters[name], {*values} - {"step"})
             optimizer.expect_state(self._groups, saved)
             places = optimizer.allocate_state({"state": self._state, "param_groups": self._groups})
-            # Use the optimizer's own tensors only if it has one for every saved tensor. This is not so in two cases:
+            # Read directly into the optimizer's own tensors only if it has one for every saved tensor. It lacks some in
+            # two cases:
             # * The checkpoint contains another form of the state. For example, AdamOptimizer stores 8-bit moments only
             #   with `state_bits=8`. For bfloat16 weights, it stores float32 masters on CPUs, but residuals (differences
-            #   from the weights) on GPUs.
+            #   between the masters and the weights) on GPUs.
             # * Other code has added tensors to the saved state, such as the slow weights of Lookahead.
             if all(what in places.get(parameters[name], ()) for name, what in names):
                 self._places = places
@@ -566,9 +569,9 @@ class LoadedState:
         state = {**self._added, "state": self._state, "param_groups": self._groups}
         if not isinstance(self._optimizer, AdamOptimizer):
             for values in self._state.values():
-                # AdamOptimizer may have saved this state. If so, drop its residuals (differences between masters and
-                # weights), and the flags that belong to them: negative signs of exp_avg_sq, which itself is never
-                # negative.
+                # If AdamOptimizer saved this state, it may contain residuals (differences between float32 masters and
+                # weights). This optimizer cannot use them, so drop them. AdamOptimizer also marks some of the residuals
+                # by a negative sign of exp_avg_sq, which is never negative itself. So restore the positive signs.
                 if values.pop("residual", None) is not None and "exp_avg_sq" in values:
                     values["exp_avg_sq"].abs_()
             # Make the optimizer's `state_dict` return full states from now on. Without this call, it would do so only

@@ -30,7 +30,7 @@ _LOCK = ".lock"
 _REPLACED = ".replaced-"
 LISTINGS = 20
 """The maximum number of times that `find` or `load_state` lists a folder whose checkpoints other jobs keep changing."""
-PREFIXES = ("checkpoint-", "checkpoint_")  # prefixes of the names of checkpoints of `save_state` and Accelerate
+PREFIXES = ("checkpoint-", "checkpoint_")  # how `save_state` (with -) and Accelerate (with _) name checkpoints
 
 
 class Found(NamedTuple):
@@ -175,7 +175,7 @@ def publish(staging: Path, final: Path) -> None:
     """
     flush(staging)
     replaced = None
-    if os.path.lexists(final):  # keep the old checkpoint, which `find` still finds, until `prune` deletes it
+    if os.path.lexists(final):  # rename the old checkpoint: `find` can still find it, and `prune` deletes it
         aside = 1
         while os.path.lexists(replaced := final.with_name(f"{final.name}{_REPLACED}{aside}")):
             aside += 1

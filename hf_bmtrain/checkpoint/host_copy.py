@@ -132,8 +132,8 @@ class Snapshot:
         stream = work_stream(self._device)
         for target, part in zip(targets, self._parts):
             for to, values in zip(_in_turns(target), _in_turns(part.values)):
-                # Wait for each of these copies before queueing the next one. So if the training thread queues a copy to
-                # the host, that copy waits for at most one of these copies.
+                # Copy one piece after the other: queue the next only when this one is complete. If the training thread
+                # queues a copy to the host meanwhile, it then waits for one piece at most, not for all of them.
                 stream.run(functools.partial(to.copy_, values, non_blocking=True))
                 stream.record_event().synchronize()
         return [part._replace(values=target) for target, part in zip(targets, self._parts)]

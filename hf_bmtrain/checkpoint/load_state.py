@@ -144,7 +144,7 @@ def load_state(
     return load_parts(folder, model, optimizer, scheduler, parameters=weights, buffers=weights, random=random)
 
 
-@torch.inference_mode(False)  # threads that read files could not write into tensors made in inference mode
+@torch.inference_mode(False)  # threads that read files cannot write into tensors that were made in inference mode
 def load_parts(
     folder: str | os.PathLike,
     model: torch.nn.Module,
@@ -475,7 +475,7 @@ class _Loading:
         with torch.no_grad():
             for target, values in self._full_params:
                 write_full(target, values.view(target.shape))
-        for parameter in self._trained:  # later saves with `trained_only` include these, even if they are frozen
+        for parameter in self._trained:  # so that later saves with `trained_only` include it, even if it is frozen
             parameter.trained = True
         for loaded in self._states:
             loaded.load()

@@ -45,7 +45,7 @@ def fill_from(model: Any, weights: str | os.PathLike, world: World) -> None:
         if any(isinstance(parameter, DistributedParameter) for parameter in model.parameters()):
             raise ValueError("the model is already sharded. Load the weights with bmt.load(model, weights)")
         if callable(getattr(model, "tie_weights", None)):
-            model.tie_weights()  # tie them again: accelerate.init_empty_weights unties weights
+            model.tie_weights()  # accelerate.init_empty_weights, in which the model may have been made, unties weights
         state = read_state(Path(weights), (world.rank, world.size))
         parameters = by_tensor(model.named_parameters(remove_duplicate=False))
         buffers = by_tensor(named_persistent_buffers(model, remove_duplicate=False))

@@ -45,9 +45,9 @@ from .ranges import Part, checksums, write_file, write_parts
 
 _log = logging.getLogger("hf_bmtrain")
 _PACKAGES = ("hf_bmtrain", "torch", "transformers", "accelerate")
-_SECONDS = 1800  # how long, in seconds, a background thread waits for another rank's report
-# How often, in seconds, that thread checks whether the process of the rank it waits for has ended. (Usually the
-# launcher has ended all processes before such a check.)
+_SECONDS = 1800  # how long, in seconds, the thread that writes a checkpoint waits for a message of another rank
+# The interval, in seconds, at which a waiting thread checks whether the other rank's process has ended. It need not be
+# short, because most launchers end all processes as soon as one has failed.
 _GONE_SECONDS = 5.0
 
 
@@ -309,7 +309,7 @@ class SavingState:
             self._problem = self._job.finish(write, exchange)
         except Exception as error:  # for example because the launcher's key-value store no longer exists
             self._problem = _describe(error)
-            if self._job.rank != 0:  # rank 0 may have renamed the checkpoint into place
+            if self._job.rank != 0:  # rank 0 may have completed the checkpoint without this rank
                 outcome = "may not have been saved: this rank did not learn from rank 0 whether it was"
         if self._job.published:
             self._problem = None
@@ -326,10 +326,10 @@ class SavingState:
             self._thread.join()
             self._snapshot.close()
             self._thread = None
-            # Usually the ranks have already exchanged their errors, so `_problem` is the same on every rank. But if
-            # this exchange failed on one rank, perhaps only that rank has an error message. So gather the messages of
-            # all ranks, and raise the first. If rank 0 has renamed the checkpoint into place, the checkpoint is
-            # complete. A message then only says that a rank did not learn this, and is ignored.
+            # The threads have exchanged their errors, so `_problem` is usually the same on every rank. But if the
+            # exchange itself failed on one rank, perhaps only that rank has an error. So gather the errors of all
+            # ranks, and raise the first one. Raise none if rank 0 has renamed the checkpoint into place: it is then
+            # complete, and an error only says that a rank did not learn this.
             reports = self._world.gather_objects((self._job.published, self._problem))
             published, _ = reports[0]
             _raise(self._job, None if published else next((text for _, text in reports if text), None))
@@ -621,7 +621,7 @@ def _write_config(folder: Path, model: Any) -> dict[str, list[Checked]]:
     for name in ("config", "generation_config"):
         config: Any = getattr(model, name, None)
         if hasattr(config, "save_pretrained"):
-            if name == "config":  # set what the model's save_pretrained would set
+            if name == "config":  # config.save_pretrained does not set these two, but model.save_pretrained does
                 config.architectures = [type(model).__name__]
                 config.dtype = getattr(model, "dtype", None)
             config.save_pretrained(folder)

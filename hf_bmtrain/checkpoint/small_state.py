@@ -70,12 +70,12 @@ def collect_own(
         optimizer has entries beside "state" and "param_groups", these entries of each optimizer. The other values of
         the dict are the same on every rank: parameter groups, step counts, schedulers, the loss scale, and the like.
     """
-    # Call own_state first. The host may not know yet whether the previous step was skipped because of inf or nan.
-    # own_state finds out and, if the step was not skipped, steps the schedulers, which set the learning rates collected
-    # below.
+    # Call own_state first, because it completes the previous step: it finds out whether that step was skipped because
+    # of inf or nan. If not, own_state steps the schedulers, which set the learning rates that are collected below.
     manager = optimizer.own_state() if isinstance(optimizer, OptimManager) else None
     added = [added_entries(each, world) for each in optimizers_of(optimizer)]
-    # Before the ranks exchange these entries, which pickles them. The error of that exchange would not name the entry.
+    # Check now whether these entries can be loaded again. Otherwise, the exchange of entries between the ranks, which
+    # pickles them, might fail with an error that does not name the entry.
     for each, entries in zip(optimizers_of(optimizer), added):
         _check_loadable(_for_file(entries), f"the state_dict() of {type(each).__name__}")
     return _for_file(

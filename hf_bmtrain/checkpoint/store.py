@@ -290,7 +290,7 @@ def _read_safetensors(path: Path) -> tuple[OrderedDict, Any]:
 
 def _read_pickled(path: Path) -> OrderedDict:
     try:
-        mapped = zipfile.is_zipfile(path)  # torch.load maps only zip files, torch.save's default since 1.6
+        mapped = zipfile.is_zipfile(path)  # only zip files, which torch.save writes since 1.6, can be mapped
         state = torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
     except (pickle.UnpicklingError, EOFError) as error:
         raise ValueError(

@@ -141,7 +141,7 @@ class DCPState:
         held = {names[number]: values for number, values in own["state"].items()}
         if isinstance(optimizer, AdamOptimizer):
             for name, parameter in parameters.items():
-                if parameter.requires_grad and name not in held:  # create tensors into which DCP can load
+                if parameter.requires_grad and name not in held:  # no step yet: make tensors to load into
                     held[name] = _before_first_step(parameter)
         elif not held:
             raise RuntimeError(

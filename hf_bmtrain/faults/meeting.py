@@ -194,7 +194,8 @@ def _give_up(store: TCPStore, size: int) -> list[int]:
     store: the store in which each rank records that it has arrived.
     size: the number of ranks.
     """
-    # If no rank is missing, the last one has set its key, but has not yet incremented "count" and set "all".
+    # Set the key "all" to the list of missing ranks, unless another rank has already set it. If no rank is missing, the
+    # last rank has just recorded its arrival, but has not set "all" yet. Then set it to "met" here.
     return _ranks_of(store.compare_set(_key("all"), "", " ".join(map(str, _absent(store, size))) or _MET))
 
 

@@ -108,7 +108,7 @@ def destroy_at_exit() -> None:
     program may call `init_distributed` again, and the ranks could then not connect anew: torchrun's key-value store
     still contains the addresses of the first connection. So the second call uses the same group.
     """
-    # A weak reference, because threads of the group run as long as anything refers to it.
+    # Keep only a weak reference: a strong one would keep the group's threads running after the program has destroyed it.
     group, pid = weakref.ref(dist.group.WORLD), os.getpid()
 
     def destroy() -> None:
@@ -145,16 +145,16 @@ def _report_exceptions(watch: Watch, rank: int) -> Callable[[], None]:
                 sys.stderr.flush()
             return
         problem = watch.problem
-        # If every rank must stop, `problem` is the reason. An error that was raised for this reason quotes `problem`.
-        # Any other error is a separate failure, and is reported instead of `problem`, unless it is KeyboardInterrupt.
-        # The user presses Ctrl-C to end a wait that `problem` has caused, so report `problem` then.
+        # If every rank must stop, `problem` is the reason. Report it if `error` quotes it, and so was raised for this
+        # reason. Also report it for KeyboardInterrupt: the user has pressed Ctrl-C to end a wait that `problem` has
+        # caused. Any other error is a separate failure, and is reported instead of `problem`.
         if problem is not None and not interrupted and problem not in str(error):
             problem = None
         if problem is None and isinstance(error, RuntimeError):
             if _is_raised_in(_TORCH_COLLECTIVES, trace):
                 problem = watch.find_cause(_CAUSE_SECONDS)
             elif _is_raised_in(_OWN_COLLECTIVES, trace) and not isinstance(error, torch.OutOfMemoryError):
-                # Do not wait for the cause here: this package's collectives wait for it before they raise.
+                # Do not wait here: this package's collectives already wait for the cause before they raise an error.
                 problem = watch.find_cause(0.0)
             elif "CUDA error" in str(error):  # for example, because this GPU accessed memory of a rank that has ended
                 problem = watch.wait_for_problem(_CAUSE_SECONDS)
@@ -256,7 +256,7 @@ class Exits:
 
     def _noted(self, leave: Callable[[Any], Any], name: str) -> Callable[..., Any]:
         @functools.wraps(leave)
-        def noted(code: Any = None) -> None:  # so named because `exit` and `quit` accept the keyword code=
+        def noted(code: Any = None) -> None:  # the parameter has this name because `exit` and `quit` accept code=
             # Do not record sys.exit in a forked child or in another thread, because it does not end this rank.
             if os.getpid() == self._pid and threading.current_thread() is threading.main_thread():
                 shown = "" if code is None else f"{code!r:.60}"

@@ -93,7 +93,7 @@ class SharedStatus:
             )
         mapped = self._control.gather(memory is not None)
         if path is not None and self._rank == ranks[0]:
-            os.unlink(path)  # the memory into which the file is mapped stays valid
+            os.unlink(path)  # the name is no longer needed: memory into which the file is mapped stays valid
         if memory is not None and all(mapped[rank] for rank in ranks):
             for number, rank in enumerate(ranks):
                 self._pages[rank] = memory[number * _PAGE_BYTES : (number + 1) * _PAGE_BYTES]

@@ -23,7 +23,7 @@ from ..engine.comm.collective_log import Excerpt, describe
 # These paths end with a separator, so that a comparison matches only whole names of folders. Otherwise a program in a
 # folder such as ".../hf_bmtrain_experiments" would be taken for a part of this package.
 _PACKAGE, _TORCH = (os.path.join(folder, "") for folder in (Path(__file__).parents[1], Path(torch.__file__).parent))
-_INSTALLED = f"-packages{os.sep}"  # the end of site-packages and dist-packages
+_INSTALLED = f"-packages{os.sep}"  # the common end of "site-packages/" and "dist-packages/"
 _LIBRARIES = (
     f"{os.sep}site{_INSTALLED}", f"{os.sep}dist{_INSTALLED}", "<frozen",
     os.path.join(sysconfig.get_paths()["stdlib"], ""), _PACKAGE,
@@ -96,7 +96,8 @@ class Status:
     excerpts: list[Excerpt] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        # For each frame of the stack at the last call of `look`: (id of its code object, index of its instruction).
+        # The stack of the program's thread at the last call of `look`, to find out whether it has moved since then. For
+        # each frame: (id of its code object, index of its instruction).
         self._instructions: list[tuple[int, int]] = []
 
     @property

@@ -272,10 +272,10 @@ class Watch(Monitor):
         self._show()
         if self.problem is not None:  # an operation of this rank has already found a problem
             return self.problem
-        # Compare this rank's logs with those of the rank before, the rank after, and the other ranks of this host. Both
-        # ranks of each pair must compare, because a status contains only the last entries of a rank's logs: if this
-        # rank has issued fewer operations than the other one, its own log may end before those entries begin. This
-        # rank then finds nothing, but the other rank finds the difference in its own, longer log.
+        # Compare this rank's logs with those of the previous rank, the next rank, and the other ranks of this host.
+        # Both ranks of each pair must compare, because each publishes only the last 64 entries of its logs. For
+        # example, rank 0 has issued 10 operations, and rank 1 has issued 90 and so publishes numbers 27 to 90. Rank 0
+        # cannot compare these with its own 10, but rank 1 can compare numbers 1 to 10 of rank 0 with its own.
         after, before = ((self._rank + step) % self._control.size for step in (1, -1))
         for other in sorted({after, before, *self._board.neighbours}):
             theirs = self._read(other)
@@ -284,8 +284,8 @@ class Watch(Monitor):
                 if problem is not None:
                     self.status.blamed = theirs.blamed
                     return problem
-        # A lost store is a problem only while the program runs and the process group exists. Later, rank 0 may end
-        # before this rank, and its store ends with it.
+        # It is a failure if the launcher's store cannot be reached while the program runs and the process group exists.
+        # It is none later, because rank 0 may exit before this rank, and its store ends with it.
         if self._board.lost and not self.status.ended and dist.is_initialized():
             served = "'s launcher" if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" else ""
             return (
@@ -362,7 +362,7 @@ class Watch(Monitor):
                 why = f"was silent for {silent:.0f} s"
             else:
                 continue
-            # Log this before the process is killed, because the launcher may then end this rank at once.
+            # Log this before killing the process: as soon as it is gone, the launcher may end this rank too.
             _log.error(
                 "rank %d ends process %d of rank %d by SIGKILL, because it %s and would not end by itself. Every rank "
                 "must stop: %s", self._rank, theirs.pid, rank, why, problem,

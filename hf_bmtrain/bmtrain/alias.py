@@ -124,7 +124,7 @@ def install_as_bmtrain() -> None:
             real.origin,
         )
     package = sys.modules[__name__.split(".")[0]]
-    modules = {name: _Module(name) for name in sorted({"bmtrain", *_OFFERED})}  # sorted, so that packages come first
+    modules = {name: _Module(name) for name in sorted({"bmtrain", *_OFFERED})}  # sorted: packages before submodules
     vars(modules["bmtrain"]).update({name: getattr(package, name) for name in package.__all__})
     for name, module in modules.items():
         if name in _OFFERED:

@@ -97,7 +97,7 @@ def _all_reduce(ranks: _Ranks, x: torch.Tensor, op: str, name: str = "all_reduce
     _check_alike(name, "x", x, ranks)
     if op == "sum":
         return _Sum.apply(ranks, x)
-    if op == "avg":  # the sum may overflow in float16 although the average does not
+    if op == "avg":  # add in float32: a float16 sum may overflow although the average does not
         total = _Sum.apply(ranks, x.to(torch.promote_types(x.dtype, torch.float32)))
         return (total / ranks.size).to(x.dtype)
     everyone = _AllGather.apply(ranks, x)

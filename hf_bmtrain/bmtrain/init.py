@@ -36,7 +36,7 @@ from ..features.tensor_parallel.groups import Groups, make_grid
 from ..features.tensor_parallel.same_rows import SameRowsCheck
 
 _log = logging.getLogger("hf_bmtrain")
-# How the log describes the ways in which shards are all-gathered.
+# How the log describes each class that all-gathers shards.
 _GATHERS = {
     "PeerGather": "peer copies (small shards: collectives)", "CollectiveGather": "collectives",
     "HostGather": "collectives, across hosts only once after each change of the weights",

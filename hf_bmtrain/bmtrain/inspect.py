@@ -59,7 +59,8 @@ class _Moments:
         apart = other.mean - self.mean
         mean = self.mean + apart * other.count / count
         squares = self.squares + other.squares + apart * apart * self.count * other.count / count
-        # Like torch's, the minimum and the maximum are nan if one of the numbers is. (Python's depend on the order.)
+        # As in torch, the minimum and the maximum are nan if any of the numbers is nan. With Python's min and max
+        # alone, this would depend on the order of the numbers.
         low = math.nan if math.isnan(self.low) else min(other.low, self.low)
         high = math.nan if math.isnan(self.high) else max(other.high, self.high)
         return _Moments(count, mean, squares, low, high)

@@ -113,7 +113,7 @@ class _AcceleratorStates:
         keep: int | None = 1
         if automatic:
             keep = None if limit is None else max(1, limit)  # as in Accelerate, a limit of 0 keeps the new checkpoint
-        with ExitStack() as stack:  # on closing, the temporary folder that `_fresh` may have created becomes `root`
+        with ExitStack() as stack:  # closing it renames the temporary folder that `_fresh` may create to `root`
             fresh = _on_first_rank(world, lambda: _refuse_existing(root / name) if name else _fresh(root, stack))
             try:
                 saved = save_state(
@@ -162,7 +162,7 @@ class _AcceleratorStates:
             with self._left_to_accelerate():
                 self._load_state(str(resumed.folder), load_kwargs, **options)
             # Accelerate itself reads the step from the file with this rank's random state. A rank that did not exist
-            # when the checkpoint was saved has no such file.
+            # when the checkpoint was saved has no such file. So take the step that was saved as `extra`.
             if isinstance(resumed.extra, dict):
                 self._accelerator.step = resumed.extra.get("step", self._accelerator.step)
             small_state.restore_random(world, small_state.read(resumed.folder), resumed.step)

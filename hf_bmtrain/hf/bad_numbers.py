@@ -13,7 +13,7 @@ from ..engine.runtime.world import current_world
 from ..faults.bad_gradients import GradientWatcher, explain
 
 _log = logging.getLogger("hf_bmtrain")
-LIMIT = 3  # training ends with an error at this many consecutive entries of Trainer's log with a bad gradient norm
+LIMIT = 3  # training ends with an error after this many entries in a row of Trainer's log have a bad gradient norm
 LEAST_SCALE = 2.0**-24  # training ends with an error if the loss scale falls below this value
 
 

@@ -136,13 +136,14 @@ class BMTrainCallback(TrainerCallback):
             follow_shared_rows(model, args)
             # Trainer calls `num_parameters` after each micro-batch, for its total_flos. The model's own method is slow
             # for sharded parameters, and counts only this rank's part of weights that `tp_size` splits, so replace it.
-            # A deep copy of the model must not contain the replacement. It leaves out attributes of a module that
-            # replace a method of the module's class. The class of PEFT's wrapper has no such method (it passes the call
-            # on), so replace the method of the model inside the wrapper.
+            # Replace it in the model inside PEFT's wrapper, because this model's class defines the method. A deep copy
+            # of a sharded module leaves out attributes that replace a method of its class. So the copy does not contain
+            # the replacement, which would count the parameters of the original.
             base = base_of(model)
             if hasattr(base, "num_parameters"):
                 base.num_parameters = ParameterCount(base)
-        # A model has one StagedWeights, which all its Trainers use. Another Trainer's callback may have created it.
+        # A model has one StagedWeights (the full weights that rank 0 saves), which all its Trainers use. Another
+        # Trainer's callback may already have created it.
         self._weights = StagedWeights.of(model) or known or StagedWeights(model)
 
     def _prepare_saves(self) -> None:
@@ -165,10 +166,10 @@ class BMTrainCallback(TrainerCallback):
         if trainer is None:
             return
         setattr(trainer, HAD_CALLBACK, True)
-        # This method is called in `on_init_end` and again when training begins. `count_rows_once` must run both times,
-        # because TRL's trainers are not completely constructed in `on_init_end`. `follow_loss_function` must run both
-        # times, too, because a program may set `trainer.compute_loss_func` in between. The other functions must not add
-        # their hooks twice: if the model already has the hooks of this trainer, `claim_hooks` returns False.
+        # This method is called in `on_init_end` and again when training begins. The first two functions must run both
+        # times: TRL's trainers are not completely constructed in `on_init_end`, and a program may set
+        # `trainer.compute_loss_func` in between. The functions after `claim_hooks` add hooks and must run only once, so
+        # `claim_hooks` returns False if the model already has the hooks of this trainer.
         count_rows_once(trainer)
         follow_loss_function(trainer)
         if not claim_hooks(model, trainer):
@@ -260,7 +261,7 @@ class BMTrainCallback(TrainerCallback):
         # `staged` is still set if the user's program itself called `_save_checkpoint`, because Trainer then does not
         # call `on_save`, which completes a save.
         if self._checkpoints.staged is not None:
-            current_world().barrier("a save")  # wait until every rank has written its random state
+            current_world().barrier("a save")  # let every rank write its random state, which `withdraw` looks for
             self._checkpoints.withdraw()
         self._speed.resume()
 
@@ -292,7 +293,7 @@ class BMTrainCallback(TrainerCallback):
             self._speed.pause()
 
     def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if self._checkpoints is not None:  # otherwise, the evaluation was started outside training
+        if self._checkpoints is not None:  # it is None if the evaluation was started outside training
             _compare(control, "after an evaluation")
 
     def _save_checkpoint(self, trainer: Any, save: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -179,7 +179,7 @@ class TrainerCheckpoints:
         if folder is None:
             return
         world, problem = current_world(), None
-        world.gather_objects(None)  # wait until every rank has written its random state
+        world.gather_objects(None)  # wait until every rank has written its random state, which gets a checksum
         if world.rank == 0:
             try:
                 add_checksums(folder)
@@ -234,8 +234,8 @@ class TrainerCheckpoints:
                 groups.append({**group, "params": numbers})
                 count += len(numbers)
             groups[0][_REFERENCE] = _Reference(reference)
-            # Trainer calls state_dict() shortly before it would delete old checkpoints. So hide save_total_limit from
-            # it here; `_forget` restores it.
+            # Trainer must not delete old checkpoints while other ranks still write the new one. It calls state_dict()
+            # shortly before it would do so. So remove its save_total_limit here; `_forget` restores the limit.
             if self._args.save_total_limit is not None:
                 self._limit, self._args.save_total_limit = self._args.save_total_limit, None
             return {"state": {}, "param_groups": groups}
@@ -315,10 +315,10 @@ class TrainerCheckpoints:
         # groups from optimizer.pt, which it wrote after `save`: a scheduler may have changed the groups in between. So
         # put the newer groups back afterwards.
         groups = [{**group} for group in self._optimizer.param_groups]
-        # If the user has replaced the checkpoint's weight files, the parameters stay as Trainer has loaded them. But
-        # buffers are loaded here unless the user's files contain them. They may differ between ranks, and Trainer does
-        # not load each rank's own buffers: for a model with adapters, it loads no buffers, and for other models, all
-        # ranks load the buffers of rank 0.
+        # If the user has replaced the checkpoint's weight files, the parameters stay as Trainer has loaded them from
+        # the user's files. If `own` is True, these files contain the buffers, too, so the buffers also stay. In all
+        # other cases, load the buffers here, because Trainer does not load each rank's own buffers: it loads none for a
+        # model with adapters, and those of rank 0 on all ranks for other models.
         own = writes_own_weights(self._model)
         replaced = _weights_were_replaced(place) if own else _weights_may_be_replaced(place)
         load_parts(

@@ -115,7 +115,7 @@ def _flops_a_token(model: Any) -> tuple[float, float]:
     """
     config: Any = getattr(model, "config", None)
     config = config.get_text_config() if hasattr(config, "get_text_config") else config
-    # If layers have different values of an attribute, a configuration raises an error when this attribute is read.
+    # Do not read these attributes if layers may have different values: the configuration would then raise an error.
     known = not getattr(config, "is_heterogeneous", False) and not getattr(config, "is_encoder_decoder", False)
     names = ("num_hidden_layers", "hidden_size", "num_attention_heads")
     layers, width, heads = (getattr(config, name, None) if known else None for name in names)

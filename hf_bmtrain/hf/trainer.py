@@ -47,7 +47,7 @@ class TrainerMixin:
     model: Any
 
     def __init__(self, *args: Any, callbacks: list | None = None, **kwargs: Any) -> None:
-        # Trainers of transformers also take their callbacks by position, behind the arguments before them.
+        # The trainers of transformers also accept `callbacks` as a positional argument, so find its position.
         taken = inspect.signature(super().__init__).parameters.values()
         names = [each.name for each in taken if each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD)]
         place = names.index("callbacks") if "callbacks" in names else len(args)

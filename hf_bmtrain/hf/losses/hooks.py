@@ -48,7 +48,7 @@ def claim_hooks(model: Any, trainer: object) -> bool:
     Returns:
         Whether `trainer` must now add its hooks by `hook_loss`. If it already did, the result is False.
     """
-    record = vars(base_of(model))  # kept in the base model, to be found with and without PEFT's wrapper
+    record = vars(base_of(model))  # the base model's attributes, which are the same with and without PEFT's wrapper
     kept = []
     for owner, handles in record.get(_HOOKS, []):
         if owner() is not None:
@@ -95,9 +95,11 @@ def hook_loss(
             forward has ended, even with an error.
     """
 
-    # `asked` is whether the Trainer that owns these hooks runs the present forward and passed num_items_in_batch to it.
-    # It is set before the model's other hooks run, because they may add this argument. The labels and the attention
-    # mask are recorded then, too, because `sequence_parallel` replaces them by those of this rank's tokens.
+    # `before` sets these variables before other hooks of the model run, because those may change the arguments:
+    # * `asked`: whether the Trainer that owns these hooks runs this forward, and has passed num_items_in_batch to it.
+    # * `recorded`: the labels and the attention mask of whole sequences. Hooks of `sequence_parallel` replace them by
+    #   those of this rank's tokens.
+    # * `begun`: False. `begin` sets it to True when it calls the first function of `around`.
     asked, recorded, begun = False, {}, False
     owner, _ = vars(base_of(model))[_HOOKS][-1]
 
@@ -132,7 +134,8 @@ def hook_loss(
     keep_hooks(
         model,
         model.register_forward_pre_hook(before, with_kwargs=True, prepend=True),
-        # Runs after the other pre-hooks, so that their reading of an argument does not count as a use by the forward.
+        # `begin` runs after the model's other pre-hooks. If they read num_items_in_batch, this does not count as a use
+        # by the forward.
         model.register_forward_pre_hook(begin, with_kwargs=True),
         model.register_forward_hook(after, with_kwargs=True, always_call=True),
     )

@@ -152,7 +152,8 @@ class LastForward:
         self.ignored, self.observed, self.name = False, False, ""
         self.keeps_sum = False
         self.summed: torch.Tensor | None = None
-        # A forward in transformers that computes a mean itself and shifts the labels has a variable `shift_labels`.
+        # A forward in transformers that computes a mean itself has a variable `shift_labels` if it leaves out the first
+        # label of each row.
         self.shifts = "shift_labels" in names_in_forward(model) if self._mean else None
         if self._observe:
             hide_from_blocks(model)
@@ -164,7 +165,7 @@ class LastForward:
         """
         self.ignored, self.observed, self.name, self.summed = self._mean, self._observe, "", None
         if self._chooses:
-            # Replace the model's `loss_function` by one that also records what it does.
+            # Replace the model's `loss_function` by one that also records whether it ignores num_items_in_batch.
             function = self._base.loss_function
             self._own_function = [vars(self._base)["_loss_function"]] if "_loss_function" in vars(self._base) else []
             # update_wrapper keeps the function's name, by which other code recognizes it.
@@ -292,14 +293,14 @@ class _Correction:
             )  # fmt: skip
             self._told = True
         shifted = isinstance(given.get("shift_labels"), torch.Tensor)
-        if shifted:  # as in Trainer's own count of labels
+        if shifted:  # Trainer's own count of labels also prefers `shift_labels` to `labels`
             given = {**given, "labels": given["shift_labels"]}
         counted = counted_labels(model, given, observed)
         assert counted is not None
-        # Without shift_labels, the first label of a row does not count, because no token predicts it. Trainer infers
-        # from the class and its name whether the loss shifts the labels. For some classes of transformers this is
-        # wrong, such as TrOCRForCausalLM, so use `shifts` where it is known. For models that are defined by the user's
-        # program, it is unknown (None), and the labels are counted as Trainer counts them.
+        # If the loss itself shifts the labels, the first label of each row does not count, because no token predicts
+        # it. Trainer guesses from the model's class whether the loss does so. The guess is wrong for some classes of
+        # transformers, such as TrOCRForCausalLM, so use `shifts` where it is known. It is unknown (None) for models
+        # that the user's program defines. Their labels are counted as Trainer counts them.
         if not shifted and (getattr(trainer, "_loss_shifts_labels", False) if shifts is None else shifts):
             counted = counted[..., 1:]
         if of_rows:
@@ -307,7 +308,7 @@ class _Correction:
         share = _share(counted, loss, ignored, ranks_per_row(model))
         return (
             torch.where(share > 0, loss, loss.nan_to_num()) * share
-        )  # a mean over no labels may be nan, and nan * 0 is nan
+        )  # nan_to_num, because a mean over no labels may be nan, and nan * 0 is nan
 
     def _warn(self, steps: int) -> None:
         if self._warned or current_world().rank != 0:

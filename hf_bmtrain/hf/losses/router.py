@@ -19,12 +19,13 @@ _COEFFICIENTS = ("router_aux_loss_coef", "aux_loss_coef")
 
 
 _ADDED = {
-    "z_loss_coefficient": None,  # Bamba
-    "density_router_loss_weight": "router_labels",  # Granite Docling
-    "diffusion_loss_weight": "acoustic_loss_mask",  # VibeVoice
+    "z_loss_coefficient": None,  # in the model Bamba
+    "density_router_loss_weight": "router_labels",  # in the model Granite Docling
+    "diffusion_loss_weight": "acoustic_loss_mask",  # in the model VibeVoice
 }
-"""{name of the weight of another mean that a forward adds to the cross entropy: the argument without which it adds
-nothing, or None}. These models do not return the mean by itself."""
+"""Means that models of transformers add to their cross entropy, and do not return separately, as {name of the weight by
+which the model multiplies the mean: name of the argument without which it adds no mean, or None if it always adds it}.
+"""
 
 
 def average_router_loss(model: Any, trainer: transformers.Trainer, forward: LastForward | None) -> None:
@@ -50,7 +51,8 @@ def average_router_loss(model: Any, trainer: transformers.Trainer, forward: Last
     if name is None:
         return
     base, args, told, subtracts = base_of(model), trainer.args, False, name in _ADDED
-    # The names in other code than that of transformers do not tell what it adds.
+    # Change nothing if the added mean cannot be separated from the cross entropy. For example, `must_observe` is True
+    # for a forward of the user's program: the names in its code do not tell which mean it adds.
     if subtracts and (forward is None or must_observe(model) or ranks_per_row(model) > 1 or not _value(base, name)):
         return
     if forward is not None:
@@ -107,7 +109,8 @@ def _added_mean(
         return None
     if name != "diffusion_loss_weight":
         return rest
-    # VibeVoice multiplies the cross entropy by (1 - weight), if there is audio.
+    # With audio, the loss of VibeVoice is (1 - weight) * cross entropy + weight * mean. So `rest`, which is this loss
+    # minus the cross entropy, is too small by weight * cross entropy.
     return rest + _value(model, name) * summed if getattr(outputs, "audio_features", None) is not None else None
 
 

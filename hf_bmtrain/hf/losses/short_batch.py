@@ -19,7 +19,7 @@ from .hooks import IGNORED, LABELS, labels_uncounted, parts_without_rows
 from .mean import follow_loss_function
 
 _log = logging.getLogger("hf_bmtrain")
-_OF_PAIRS = ("trl.trainer.reward_trainer", "trl.trainer.dpo_trainer")  # modules of trainers with losses over pairs
+_OF_PAIRS = ("trl.trainer.reward_trainer", "trl.trainer.dpo_trainer")  # modules of TRL with losses over pairs of rows
 _OF_BATCHES = {"aot", "aot_unpaired", "sft"}
 """Names of losses of TRL's DPOTrainer that are not a mean over pairs of rows."""
 _OF_CACHES = ("PREFIX_TUNING", "CARTRIDGE")
@@ -75,9 +75,9 @@ def follow_short_batch(trainer: transformers.Trainer) -> None:
         if loss is not None and (of_labels or generates):
             loss = _weigh(trainer, inputs, loss, of_labels, world)
         elif loss is not None and (flattened and left is None or full or left is not None and is_listed(inputs)):
-            # Trainer gathers one copy of the loss per row. It drops copies from the last ranks (perhaps all copies of a
-            # rank), as if the rows of these ranks were repeated rows. Therefore return the mean over all ranks on every
-            # rank.
+            # Trainer gathers one copy of the loss per row from each rank, and averages the copies. It drops the copies
+            # that come last, perhaps all of the last rank, as if they belonged to repeated rows. The loss of that rank
+            # would then not count. So return the mean of all ranks' losses on every rank.
             mean = loss.detach().reshape(1).to(trainer.args.device, copy=True)
             world.reduce.all_reduce_mean(mean).wait()
             loss = mean[0]
@@ -110,7 +110,7 @@ def follow_short_batch(trainer: transformers.Trainer) -> None:
         told = True
         return loss, logits, labels
 
-    # Other arguments are `ignore_keys` and, for Seq2SeqTrainer, options of `generate`.
+    # `args` and `kwargs` are Trainer's `ignore_keys` and, for Seq2SeqTrainer, options of `generate`.
     def prediction_step(model: Any, inputs: Any, prediction_loss_only: bool, *args: Any, **kwargs: Any) -> Any:
         accelerator = trainer.accelerator
         follow_loss_function(trainer)
@@ -121,11 +121,11 @@ def follow_short_batch(trainer: transformers.Trainer) -> None:
                 accelerator, accelerator.gather
             )
         elif accelerator.split_batches and not isinstance(trainer.gather_function, _GatherRows):
-            # Trainer makes copies of the loss of a batch, gathers them, and later averages over the copies of all
-            # batches. So the number of copies is the weight of a batch, and should be the batch's number of rows. With
-            # split_batches, each rank makes a copy for each row of all ranks, which is too many. Accelerate drops the
-            # surplus only for a short last batch, which would then weigh too little compared with full batches. So keep
-            # on each rank only as many copies as the rank has rows in a full batch.
+            # Trainer copies the loss of each batch, gathers the copies of all ranks, and finally averages all copies.
+            # So the number of copies is the weight of a batch, and should be its number of rows. But with
+            # split_batches, each rank makes a copy for every row of all ranks, which is too many. Accelerate drops the
+            # surplus only for a short last batch, so this batch would weigh too little compared with full batches.
+            # Therefore keep only as many copies on each rank as the rank has rows in a full batch.
             trainer.gather_function = _GatherRows(  # pyright: ignore[reportAttributeAccessIssue]
                 accelerator, lambda losses: accelerator.gather_for_metrics(losses[: _rows_of_rank(trainer)])
             )
@@ -341,8 +341,8 @@ def _rows_left(trainer: transformers.Trainer) -> int | None:
         return None
     if loader.remainder < 0 or isinstance(loader, DataLoaderDispatcher):
         return loader.remainder
-    # Accelerate computes `remainder` from the length of the dataset. But a sampler may yield each row several times, as
-    # that of TRL's GRPOTrainer does.
+    # Accelerate computes `remainder` from the length of the dataset. This may be wrong, because a sampler may yield each
+    # row several times, as that of TRL's GRPOTrainer does. So compute it from the length of the sampler.
     batches = getattr(loader.batch_sampler, "batch_sampler", None)
     rows: Any = getattr(batches, "sampler", None)
     left = len(rows if hasattr(rows, "__len__") else loader.dataset) % loader.total_batch_size
@@ -375,9 +375,9 @@ def _loss_of_rows(
         uncounted = labels_uncounted(trainer.model) if mine == 0 else nullcontext()
         with uncounted, parts_without_rows(trainer.model, absent):
             loss: Any = trainer.compute_loss(model, prepared, num_items_in_batch=count)
-    # If `counted`, the loss of a rank is its sum over tokens, divided by the tokens of all ranks and multiplied by the
-    # number of ranks, so the loss of the batch is the mean over ranks. Otherwise, the loss of a rank is the mean over
-    # its own rows, and counts in proportion to their number. `shared` ranks have the same rows, which count once.
+    # If `counted`, the loss of a rank is (sum over its tokens) / (number of tokens of all ranks) * (number of ranks).
+    # The loss of the batch is then the mean of the ranks' losses. Otherwise, the loss of a rank is the mean over its
+    # own rows, and its weight is its share of all rows. As `shared` ranks have the same rows, each counts 1 / shared.
     counted = count is not None and trainer.args.average_tokens_across_devices
     share = 1 / world.size if counted else mine / left / shared
     total = loss.detach().double().mean().reshape(1) * share if mine else loss.new_zeros(1, dtype=torch.float64)

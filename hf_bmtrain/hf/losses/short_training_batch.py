@@ -72,10 +72,11 @@ def follow_short_training_batch(trainer: transformers.Trainer) -> None:
         state = trainer.accelerator.gradient_state
         before = len(state.dataloader_references)
         for inputs in batches:
-            # Find the data loader of `batches`. The last one in Accelerate's list of active data loaders may be a
-            # different one, if a callback has read an evaluation batch since the last training batch. But if the list
-            # became longer while this batch was read, the added data loader is the one of `batches`. (Compare lengths:
-            # the list may already have contained this data loader, if a callback has begun to read it.)
+            # Find the data loader that yields `batches`. When its first batch is read, Accelerate appends it to its
+            # list of active data loaders. So if the list became longer while a batch was read, take the last item.
+            # Otherwise keep the data loader found before, because the last item may be one for evaluation that a
+            # callback is reading. (Compare lengths, because the list may already have contained the same data loader,
+            # if a callback has begun to read it.)
             references = state.dataloader_references
             if len(references) > before:
                 loader = references[-1]
@@ -101,8 +102,8 @@ def follow_short_training_batch(trainer: transformers.Trainer) -> None:
     def training_step(model: Any, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
         if short is None:
             return step(model, inputs, num_items_in_batch)
-        # Also do this for the full micro-batches of the step: a mean over parts (micro-batches of ranks) is a mean over
-        # the parts of the whole step.
+        # Tell the loss hooks how many parts (micro-batches of ranks) of the step have no rows, also in its full
+        # micro-batches: a loss that is a mean over parts is averaged over those of the whole step.
         with parts_without_rows(trainer.model, short.absent):
             return step_of_short(short, model, inputs, num_items_in_batch)
 
@@ -115,7 +116,7 @@ def follow_short_training_batch(trainer: transformers.Trainer) -> None:
 
         def weighted(*args: Any, **kwargs: Any) -> Any:
             loss: Any = compute(*args, **kwargs)
-            return loss * weight if weight > 0 else loss.nan_to_num() * 0  # if it is nan, nan * 0 is nan
+            return loss * weight if weight > 0 else loss.nan_to_num() * 0  # nan * 0 would be nan
 
         trainer.compute_loss = weighted  # pyright: ignore[reportAttributeAccessIssue]
         try:
@@ -202,9 +203,10 @@ def _shorten(
     mine, absent = min(max(left - group * rows, 0), rows), groups + -left // max(rows, 1)
     reason, shortened = _reason(trainer, inputs, left, mine, found, size), None
     counted = _counts_labels(trainer, inputs)
-    # If this rank has only repeated rows, all their labels are replaced with -100, and not every loss works with that.
-    # So the forward gets the real labels of these rows (see `_Short`), which the loss hooks do not count. SFTTrainer's
-    # forward gets the -100: its loss works with them, and its metrics would count real labels.
+    # If this rank has only repeated rows, all their labels are set to -100, so that Trainer does not count them. But
+    # not every loss works with such labels. So the forward gets the real labels (`_Short.labels`), which the loss hooks
+    # do not count. SFTTrainer's forward gets labels of -100: its loss works with them, and its metrics would count real
+    # labels.
     labels = labels_in(inputs) if counted and mine == 0 and not is_sft(trainer, inputs) else None
     if not reason and starts is not None:
         end = int(starts[mine]) if mine < rows else None
@@ -218,8 +220,9 @@ def _shorten(
         if own is None or kept is None:
             reason = "the tensors and lists in this batch do not all have the same number of rows"
         else:
-            # A rank without rows of its own keeps one repeated row, because it must run a forward. If losses ignore
-            # labels of -100, the labels of this row are ignored, so that it has no effect.
+            # Some repeated rows may stay in the batch. A rank that has no other rows keeps one, because it must run a
+            # forward. All stay if the trainer's loss may need full batches. If Trainer counts labels, set the labels of
+            # these rows to -100, so that they have no effect.
             if counted:
                 labels = None if labels is None else {name: labels[name][: len(kept[name])] for name in labels}
                 for name, ignored in labels_in(kept).items():

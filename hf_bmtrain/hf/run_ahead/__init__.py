@@ -52,8 +52,9 @@ class RunAhead:
         if trainer is None:
             return
         waits = []
-        # One of these methods calls `training_step`, and checks its loss for inf and nan. A method of the program's own
-        # may read the loss differently, so it gets the loss unchanged.
+        # One of these methods (which one depends on the release of transformers) calls `training_step`, and checks its
+        # loss for inf and nan. If the program overrides the method, it may use the loss in another way, so do not
+        # change the loss.
         if own := _own(trainer, ["_inner_training_loop", "_run_epoch"]):
             waits.append(f"reading each loss, which the program's own {own} may need")
         else:

@@ -175,7 +175,7 @@ def publish(staging: Path, final: Path) -> None:
     """
     flush(staging)
     replaced = None
-    if os.path.lexists(final):  # rename the old checkpoint: `find` can still find it, and `prune` deletes it
+    if os.path.lexists(final):  # rename the old checkpoint; `find` still finds it until `prune` deletes it
         aside = 1
         while os.path.lexists(replaced := final.with_name(f"{final.name}{_REPLACED}{aside}")):
             aside += 1

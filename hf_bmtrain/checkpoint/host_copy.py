@@ -53,12 +53,15 @@ class HostMemory:
 class Snapshot:
     """Lets a thread write the present values of tensors to files, while training continues.
 
-    The thread calls `write`. Optimizer steps change the tensors. Therefore, once this object is constructed, optimizer
-    steps wait until the thread has copied the values (or has written them, if no memory for the copies can be
-    allocated). Forward and backward do not wait. So for a tensor that a forward may change, such as a module's buffer,
-    pass a copy. If torch's version counters show that other code has changed a tensor, `write` raises an error. Before
-    constructing this object, synchronize the device, because the thread does not wait for kernels that still write the
-    tensors.
+    The thread calls `write`. Optimizer steps would change the tensors. So from the construction of this object,
+    optimizer steps wait until the thread has copied the values (or has written them, if no memory for the copies can be
+    allocated).
+
+    Forward and backward do not wait. So for a tensor that a forward may change, such as a module's buffer, pass a copy.
+    If torch's version counters show that other code has changed a tensor, `write` raises an error.
+
+    Before constructing this object, synchronize the device, because the thread does not wait for kernels that still
+    write the tensors.
 
     Args:
         parts: the 1-D tensors, each with the file and the offset at which it is written.

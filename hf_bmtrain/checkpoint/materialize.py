@@ -22,12 +22,15 @@ def fill_from(model: Any, weights: str | os.PathLike, world: World) -> None:
     Collective: every rank must call it. `auto_wrap` calls it if its argument `weights` is given, so that a model too
     large for one rank can be created on the meta device and loaded here.
 
-    Safetensors files, and files of torch.save in its present format (zip), are mapped into memory. Of each parameter in
-    them, a rank reads only its own elements, and up to 192 others for a hash by which the ranks compare their values.
-    If the files have checksums, each rank also reads the tensors that it verifies. Other files are read completely, but
-    each rank keeps only its own elements. All values are cast to the dtypes of the model. For a Hugging Face model, the
-    weights are tied first. Its non-persistent buffers, which no file contains, are computed by its `_init_weights` if
-    they are on the meta device.
+    How much of the files a rank reads depends on their format:
+
+    * Safetensors files, and files of torch.save in its present format (zip), are mapped into memory. Of each parameter,
+      a rank reads its own elements, and up to 192 others for a hash by which the ranks compare their values. If the
+      files have checksums, each rank verifies some of the tensors, and reads these completely.
+    * Other files are read completely, but each rank keeps only its own elements.
+
+    All values are cast to the dtypes of the model. For a Hugging Face model, `tie_weights` is called first. Its
+    non-persistent buffers on the meta device, which no file contains, are computed by the model's `_init_weights`.
 
     Args:
         model: the model, not yet sharded. Every tensor on the meta device must get a value. Any other tensor keeps its

@@ -108,7 +108,8 @@ def destroy_at_exit() -> None:
     program may call `init_distributed` again, and the ranks could then not connect anew: torchrun's key-value store
     still contains the addresses of the first connection. So the second call uses the same group.
     """
-    # Keep only a weak reference: a strong one would keep the group's threads running after the program has destroyed it.
+    # Keep only a weak reference, because a strong one would keep the group's threads running even if the program itself
+    # destroys the group.
     group, pid = weakref.ref(dist.group.WORLD), os.getpid()
 
     def destroy() -> None:
@@ -296,7 +297,7 @@ def _leave(world: World, watch: Watch, opened: Sequence[Communicator], joined: b
         except (RuntimeError, ValueError):  # ValueError: the program has replaced the default process group
             failed, problem = True, watch.problem
         except KeyboardInterrupt:
-            failed = True  # stop waiting. The ranks whose programs were still running report the interruption
+            failed = True  # exit without waiting. Ranks whose programs were still running report the interruption
     watch.stop()
     if problem is not None and repr(EXIT) not in problem:
         _log.warning(

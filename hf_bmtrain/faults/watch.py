@@ -75,8 +75,9 @@ class Watch(Monitor):
         self._interrupt: Callable[[], None] = lambda: None
         self._busy: Callable[[], bool] = lambda: False  # whether this rank's device has unfinished work
         self._delay = self._next = hang_seconds()  # seconds of waiting before the first and before the next warning
-        self._reported: dict[int, Status] = {}  # each missing rank's status at the last warning in the present wait
-        self._warning: str | None = None  # the last warning in the present wait
+        # The last warning since this rank began to wait: the status that each missing rank had then, and the text.
+        self._reported: dict[int, Status] = {}
+        self._warning: str | None = None
         self._stopped = threading.Event()
         self._since = time.monotonic()  # the time of the last change of `_seen`
         # (own, theirs): how many operations this rank and the next rank, (rank + 1) % size, had issued on each
@@ -274,8 +275,9 @@ class Watch(Monitor):
             return self.problem
         # Compare this rank's logs with those of the previous rank, the next rank, and the other ranks of this host.
         # Both ranks of each pair must compare, because each publishes only the last 64 entries of its logs. For
-        # example, rank 0 has issued 10 operations, and rank 1 has issued 90 and so publishes numbers 27 to 90. Rank 0
-        # cannot compare these with its own 10, but rank 1 can compare numbers 1 to 10 of rank 0 with its own.
+        # example, rank 0 has issued 10 operations, and rank 1 has issued 90, of which it publishes numbers 27 to 90.
+        # Rank 0 has no operations with these numbers to compare. But rank 1 can compare its own operations 1 to 10 with
+        # those of rank 0.
         after, before = ((self._rank + step) % self._control.size for step in (1, -1))
         for other in sorted({after, before, *self._board.neighbours}):
             theirs = self._read(other)
@@ -285,7 +287,7 @@ class Watch(Monitor):
                     self.status.blamed = theirs.blamed
                     return problem
         # It is a failure if the launcher's store cannot be reached while the program runs and the process group exists.
-        # It is none later, because rank 0 may exit before this rank, and its store ends with it.
+        # Afterwards it is no failure: rank 0 may exit before this rank, and its store ends with it.
         if self._board.lost and not self.status.ended and dist.is_initialized():
             served = "'s launcher" if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" else ""
             return (
@@ -388,7 +390,7 @@ class Watch(Monitor):
                 break
         first = self.raised_before()
         # If another rank was interrupted first, by Ctrl-C, it reports the interruption. This rank was probably
-        # interrupted too, but cannot raise KeyboardInterrupt while it waits in native code. So log no error here.
+        # interrupted too, but cannot raise KeyboardInterrupt while it waits in native code. So do not log an error.
         level = logging.DEBUG if first is not None and first[1].interrupted else logging.ERROR
         _log.log(level, "rank %d: %s", self._rank, problem)
         self._interrupt()
@@ -448,9 +450,9 @@ class Watch(Monitor):
             self.status.blamed = sorted(set(range(self._control.size)) - set(waiting))
             return f"{text} The timeout of init_distributed, {self._control.timeout:.0f} s, has expired."
         others = [status for rank, status in ranks.items() if rank != self._rank]
-        # Collective logs do not contain operations of torch.distributed, so `compare` cannot find out whether another
-        # rank will join this operation. A rank that still runs may join it. So stop all ranks only if every other
-        # rank has ended.
+        # Collective logs do not contain operations of torch.distributed, so they do not show whether other ranks will
+        # join this operation. A rank whose program still runs may join it. So stop all ranks only if the programs of
+        # all other ranks have ended.
         if self.status.waits.startswith("torch.distributed.") and all(
             status.ended and status.waits == repr(EXIT) for status in others
         ):

@@ -271,8 +271,8 @@ class TrainerCheckpoints:
         it does not verify checksums, and for a model with adapters it loads only what PEFT has saved: no trained
         weights of the base, for example. There are two cases in which the parameters stay as Trainer has loaded them:
 
-        * The user has replaced the weight files of the checkpoint by other files. In this case, the buffers stay as
-          Trainer has loaded them, too. In the other case, they are loaded from the checkpoint.
+        * The user has replaced the weight files of the checkpoint by other files. In this case, the buffers, too, stay
+          as Trainer has loaded them. (In the second case, the buffers are loaded from the checkpoint.)
         * `save_pretrained` wrote the weights, not `save` (see `writes_own_weights`), and the checkpoint has no
           complete.json, which contains the checksums of these weights. Either the user has deleted this file in order
           to replace the weights, or training ended before `complete` wrote it. A warning is logged.

@@ -56,10 +56,10 @@ def follow_mean_loss(model: Any, trainer: transformers.Trainer) -> LastForward |
         trainer: the Trainer that trains or evaluates the model.
 
     Returns:
-        What is known of the model's last forward with `num_items_in_batch`: whether its loss is a mean, or a sum
-        divided by this number. None if the loss is known to be such a sum, or if nothing needs a correction or warning:
-        if a step has only one micro-batch, and losses are not averaged over several ranks (because there is one rank,
-        or `average_tokens_across_devices=False`).
+        An object that tells whether the loss of the model's last forward was a mean or a sum divided by
+        `num_items_in_batch`. None in two cases: the loss is known to be such a sum, or nothing needs a correction or a
+        warning. The second is the case if a step has only one micro-batch and losses are not averaged over several
+        ranks, because there is one rank or `average_tokens_across_devices=False`.
     """
     several = _averages(trainer)
     if not several and trainer.args.gradient_accumulation_steps == 1:
@@ -184,7 +184,7 @@ class LastForward:
 
     def _call(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         self.name = getattr(function, "__name__", "")
-        if self._observe:  # the whole forward is observed, including this call
+        if self._observe:  # the whole forward is already observed, including this call
             return function(*args, **kwargs)
         names = names_in(function)
         if kwargs.get(COUNT) is None:

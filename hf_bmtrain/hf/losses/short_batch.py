@@ -54,13 +54,13 @@ def follow_short_batch(trainer: transformers.Trainer) -> None:
         nonlocal told
         left, groups = _rows_left(trainer), world.size // ranks_per_row(trainer.model)
         group = world.rank // ranks_per_row(trainer.model)
-        # For TRL's SFTTrainer, ignore the labels of repeated rows, and average the loss over the labels of all ranks.
-        # `left`, the number of rows without repeated ones, is then set to None, as for a full batch: the rows of this
-        # batch need no other correction.
+        # For TRL's SFTTrainer, set the labels of repeated rows to -100, so that the loss ignores them, and average the
+        # loss over the labels of all ranks. Then set `left`, the number of rows that are not repeated, to None, as for
+        # a full batch, because nothing else needs a correction.
         of_labels = is_sft(trainer, inputs)
         if of_labels and left is not None and left > 0 and rows_in(inputs) == _rows_of_rank(trainer):
             inputs, left = _ignore_repeated(inputs, left - group * _rows_of_rank(trainer)), None
-        # If a collator has concatenated this rank's rows into one, also ignore the labels of repeated rows, and set
+        # If a collator has concatenated this rank's rows into one, also set the labels of repeated rows to -100, and
         # `left` to None.
         flattened = left is not None and left > 0 and _is_flattened(trainer, inputs)
         if flattened:
@@ -341,8 +341,8 @@ def _rows_left(trainer: transformers.Trainer) -> int | None:
         return None
     if loader.remainder < 0 or isinstance(loader, DataLoaderDispatcher):
         return loader.remainder
-    # Accelerate computes `remainder` from the length of the dataset. This may be wrong, because a sampler may yield each
-    # row several times, as that of TRL's GRPOTrainer does. So compute it from the length of the sampler.
+    # Accelerate computes `remainder` from the length of the dataset. This may be wrong, because a sampler may yield
+    # each row several times, as that of TRL's GRPOTrainer does. So compute it from the length of the sampler.
     batches = getattr(loader.batch_sampler, "batch_sampler", None)
     rows: Any = getattr(batches, "sampler", None)
     left = len(rows if hasattr(rows, "__len__") else loader.dataset) % loader.total_batch_size

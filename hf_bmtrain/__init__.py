@@ -47,7 +47,7 @@ from .features.parity.check_parity import check_parity
 from .features.prediction.predict import predict_memory
 
 if TYPE_CHECKING:
-    from . import hf as hf  # at run time __getattr__ imports it on first use
+    from . import hf as hf  # for type checkers only: at run time, `__getattr__` imports hf when it is first used
 
 __version__ = "0.2.0"
 

@@ -61,7 +61,7 @@ def follow_shared_rows(model: Any, args: Any) -> None:
         )
     if size == 1:
         state = AcceleratorState()
-        if isinstance(getattr(state, "parallelism_config", None), _SharedRows):  # set when Trainer trained another model
+        if isinstance(getattr(state, "parallelism_config", None), _SharedRows):  # set earlier, for another model
             state.parallelism_config = ParallelismConfig()
         if isinstance(getattr(state, "device_mesh", None), GroupMesh):
             state.device_mesh = None

@@ -67,7 +67,7 @@ def factors_of(a: Tensor, b: Tensor, dtype: torch.dtype, adapter: Adapter) -> tu
     """
     if not adapter.split:
         return a.to(dtype), b.to(dtype).t()
-    matrix = torch.cat([a, b.t()], 1)  # so that each kernel below handles A and Bᵀ together
+    matrix = torch.cat([a, b.t()], 1)  # one tensor, so that each kernel below processes A and Bᵀ together
     if torch.compiler.is_compiling():  # compiled code cannot use `out=` with a view
         high, low = _parts(matrix)
         made = torch.stack([high, low, high, high]).to(dtype)
@@ -134,8 +134,8 @@ def _parts(values: Tensor) -> tuple[Tensor, Tensor]:
     Inductor would remove the conversion, and the remainder would then be zero.
     """
     low = values - ((values.view(torch.int32) + 0x8000) & -0x10000).view(torch.float32)
-    # `values - low` equals the rounded values. They are computed again, because torch 2.6 cannot concatenate the tensor
-    # above, which is a view with a different dtype.
+    # `values - low` is equal to the rounded values in the line above. Those are a view with a different dtype, and
+    # torch 2.6 cannot concatenate such views, so the rounded values are computed again by this subtraction.
     return values - low, low
 
 
@@ -161,8 +161,8 @@ def add_products(y: Tensor, us: list[Tensor], factors: list[Tensor], scalings: l
             False if none or only some are split: they are added one after another.
     """
     if split and len(us) > 1:
-        # Compute one product for all adapters, so that y is rounded once. One product has one scaling. This is possible
-        # because all scalings are 1: with `split`, each u includes s.
+        # Compute one product for all adapters, so that y is rounded only once. The product can have only one scaling.
+        # This is enough, because with `split`, each u includes its adapter's scaling, and all scalings here are 1.
         us, factors = [torch.cat(us, 1)], [torch.cat(factors)]
         scalings = scalings[:1]
     for u, factor, scaling in zip(us, factors, scalings, strict=True):
@@ -258,7 +258,7 @@ def _scaled_product(one: Tensor, other: Tensor, factor: float) -> Tensor:
 def _wide_product(one: Tensor, other: Tensor, factor: float) -> Tensor:
     """Return factor · one @ other in float32, for 16-bit matrices `one` (M, K) and `other` (K, N)."""
     device = one.device.type  # torch 2.6 cannot compile `is_cuda` here
-    if torch.compiler.is_compiling():  # in compiled code, an in-place product makes gradients zero
+    if torch.compiler.is_compiling():  # the in-place products below would make gradients zero in compiled code
         wide = device == "cuda"
         return (torch.mm(one, other, out_dtype=torch.float32) if wide else one.float() @ other.float()) * factor
     total = one.new_empty(one.shape[0], other.shape[1], dtype=torch.float32)

@@ -105,7 +105,8 @@ class _Forward:
     def begin(self, module: Any, args: tuple, kwargs: dict[str, Any]) -> None:
         """Forward pre-hook of the model: replace transformers' `_preprocess_mask_arguments` by `_preprocess`.
 
-        `end`, a forward hook, puts it back. While torch.compile traces the forward, nothing is replaced.
+        `end`, a forward hook, puts transformers' function back. While torch.compile traces the forward, nothing is
+        replaced.
         """
         if torch.compiler.is_compiling():
             return  # nothing to do: tensor values cannot be read anyway while torch.compile traces the forward
@@ -128,9 +129,9 @@ class _Forward:
     def _valid(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """Return `function`, or transformers' own function if `function` is a replacement that was left over.
 
-        A replacement is left over if its forward is not running in this thread. This happens if KeyboardInterrupt ends
-        a forward, because `end` is then not called. It also happens if the forwards of two threads overlap, and the
-        forward that began first also ends first.
+        A replacement is installed for one forward. It is left over if this forward is not running in this thread. This
+        happens if KeyboardInterrupt ends a forward, because `end` is then not called. It also happens if the forwards
+        of two threads overlap, and the forward that began first also ends first.
         """
         if isinstance(function, functools.partial) and function.func is _preprocess:
             return function if _is_running(function.args[1]()) else self._original

@@ -135,9 +135,8 @@ def in_chunks(count: int, forward: Callable[[Tensor], Tensor], parameters: list[
     """Compute `forward(tokens)` in `count` chunks of tokens, one after another, to save memory in forward and backward.
 
     The backward recomputes one chunk, computes the gradients of that chunk, and then goes on to the next. It draws the
-    same random numbers as the forward, if `forward` draws them from torch's default generators. Tokens are
-    not divided if `count` is 1, there is only one token, or no gradient is needed: `forward` is then called once, for
-    all tokens.
+    same random numbers as the forward, if `forward` draws them from torch's default generators. If `count` is 1, there
+    is only one token, or no gradient is needed, the tokens are not divided: `forward` is called once, for all tokens.
 
     Args:
         count: the number of chunks. If there are fewer tokens, there is one chunk per token.

@@ -366,9 +366,10 @@ class Buffers:
         return found | {place for place in self.places if place[0] in counting} if counting else found
 
     def changed(self, written: set[Place]) -> set[Place]:
-        """Return the buffers that the forward has replaced, removed or written to.
+        """Return all buffers that the forward has changed: those that it has replaced, removed or written to in place.
 
-        written: the buffers to which the forward has been found to write.
+        written: buffers to which the forward has just been found to write. They are included in the result, and so are
+            those of the attribute `written`, which were known before.
         """
         found = {
             (index, name)
@@ -755,7 +756,10 @@ class Attributes:
         return values is not None and len(values) == len(known) and not any(map(is_not, values, known))
 
     def modes(self) -> tuple[bool, ...]:
-        """Return the present values of `training` of all modules, first the layer's. (See `_inner`.)"""
+        """Return the present values of `training` of all modules, first the layer's.
+
+        For a module that torch.compile has returned, which has no such attribute of its own, the value is always True.
+        """
         return self._layer().training, *map(_TRAINING, self._inner)  # pyright: ignore[reportOptionalMemberAccess]
 
     def set_modes(self, modes: Sequence[bool]) -> Sequence[bool]:

@@ -166,7 +166,7 @@ def auto_wrap(
     """
     world = current_world()
     expect_module("model", model)
-    if blocks is not None and not isinstance(blocks, torch.nn.Module):  # `wrap` accepts a ModuleList, refuses others
+    if blocks is not None and not isinstance(blocks, torch.nn.Module):  # if it is a single module, `wrap` checks it
         expect_kind("blocks", blocks, Iterable, "a list of modules of the model, or None")
     if weights is not None:
         expect_path("weights", weights)

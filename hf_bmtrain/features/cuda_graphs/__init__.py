@@ -64,9 +64,9 @@ class RecordedBlocks(Observer):
     def __init__(self, world: World) -> None:
         self._schedule, self._device = world.schedule, world.device
         self.blocks = weakref.WeakSet[BlockState]()
-        # By these two, `begin_call` recognizes repeated calls in the same forward. They describe its last call that was
-        # not ignored: how many backwards had ended, and a weak reference to the running ForwardPass (one call of the
-        # outermost module).
+        # From the next two attributes, `begin_call` recognizes repeated calls in the same forward. They describe its
+        # last call that was not ignored: how many backwards had ended, and a weak reference to the running ForwardPass
+        # (one call of the outermost module).
         self._backwards = -1
         self._forward: Callable[[], object] = lambda: None
 

@@ -435,7 +435,7 @@ def _disarm(model: Any, args: tuple, kwargs: dict, output: Any) -> Any:
     return output
 
 
-# Deep copies of a sharded model lose its hooks, except those with the attribute STAYS. A copy needs these two hooks, so
-# that it also computes its loss in chunks.
+# Deep copies of a sharded model lose the hooks of this package, except those with the attribute STAYS. A copy needs
+# these two hooks, so that it also computes its loss in chunks.
 for _hook in (_arm, _disarm):
     setattr(_hook, STAYS, True)

@@ -17,7 +17,7 @@ from ...engine.base.arguments import expect, expect_number
 from ...engine.base.launch import C_NAMES, Variant, kernel, shared_memory_limit
 
 SCRATCH = 640  # bytes of shared memory besides the copy of the row: SCRATCH (40) of kernels/cross_entropy.cu, times 16
-SHARE = 72 << 10  # maximum bytes of a row per thread block, so that an SM (227 KiB of shared memory) has room for three
+SHARE = 72 << 10  # maximum bytes of a row per thread block, so that three thread blocks fit into an SM's 227 KiB
 BYTES_A_THREAD = 256  # bytes of a row per thread, which loads sixteen 16-byte vectors concurrently
 # 16-byte vectors of a row per thread block, in the kernels that do not copy rows to shared memory (gradient, rescale)
 PART_VECTORS = 2048

@@ -63,7 +63,7 @@ class MemoryPlanner(Observer):
     """
 
     buffers = ()  # the schedule reads `buffers` of each object that it calls in a backward; the planner has none
-    position = 10  # low, so that it is called before most observers, which may use the memory that it frees
+    position = 10  # low: most observers are called after this one, and may use the memory that it frees
 
     def __init__(self, world: World, memory: DeviceMemory) -> None:
         self.world, self.memory = world, memory

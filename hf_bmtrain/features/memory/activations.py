@@ -164,7 +164,7 @@ class AutoCheckpoint(Recompute):
 
     def kept_in_graph(self, args: tuple, kwargs: dict[str, Any], pending: int) -> Keeps | None:
         if self.activations.measuring:
-            return None  # use torch's checkpoint: if the compiled graph recomputed, saved bytes could not be counted
+            return None  # use torch's checkpoint: in a compiled graph that recomputes, saved bytes cannot be counted
         return is_kept if self._keeps_attention(pending) else keep_nothing
 
     def _keeps_attention(self, pending: int) -> bool:

@@ -190,8 +190,9 @@ class AdamOffloadOptimizer(AdamOptimizer):
             state, gradient = states[part.run], gradients[part.run][part.of_run]
             stored, exp_avg, exp_avg_sq = chunk.part(part.of_chunk.start, part.of_chunk.stop)
             master = Master(state.run.weights[part.of_run], stored, exp_avg_sq)
-            # Other code may have written an unsharded parameter since the last step. `follow_weight` checks this on the
-            # device, so that the host need not wait. It changes the float32 masters of elements that were written.
+            # Other code may have written an unsharded parameter since the last step. `follow_weight` therefore changes
+            # each float32 master that does not round to its weight. It does so on the device, without making the host
+            # wait.
             if state.run.buffer is None:
                 master.follow_weight()
             steps.update(part.run, Elements(gradient, master, exp_avg, state.index_base + part.of_run.start))

@@ -166,7 +166,7 @@ def auto_wrap(
     """
     world = current_world()
     expect_module("model", model)
-    if blocks is not None and not isinstance(blocks, torch.nn.Module):  # a single module is checked in `wrap`
+    if blocks is not None and not isinstance(blocks, torch.nn.Module):  # if it is a single module, `wrap` checks it
         expect_kind("blocks", blocks, Iterable, "a list of modules of the model, or None")
     if weights is not None:
         expect_path("weights", weights)
@@ -217,7 +217,7 @@ def BMTrainModelWrapper(model: torch.nn.Module, *args: Any, **kwargs: Any) -> to
         RuntimeError: this version of torch does not support the value of an argument.
     """
     expect_module("model", model)
-    parameters = list(model.parameters())  # empty for an activation function, for example
+    parameters = list(model.parameters())  # empty if the model is, for example, an activation function
     if not parameters or isinstance(model, TransformerBlockList):
         return model
     if all(isinstance(parameter, DistributedParameter) for parameter in parameters) and any(

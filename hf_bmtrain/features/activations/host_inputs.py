@@ -125,7 +125,8 @@ class HostInputs:
         """
         if self._stream is None:
             self._stream = work_stream(self._device)
-        self._stream.follow()  # the copies wait until their sources are computed and their targets no longer used
+        # Let the copies wait for all work queued so far, which may compute their sources or still use their targets.
+        self._stream.follow()
 
         def copy() -> None:
             for target, source in copies:

@@ -64,8 +64,9 @@ class RecordedBlocks(Observer):
     def __init__(self, world: World) -> None:
         self._schedule, self._device = world.schedule, world.device
         self.blocks = weakref.WeakSet[BlockState]()
-        # When `begin_call` last did something: how many backwards had ended, and a weak reference to the ForwardPass
-        # (one call of the outermost module) that was running.
+        # From the next two attributes, `begin_call` recognizes repeated calls in the same forward. They describe its
+        # last call that was not ignored: how many backwards had ended, and a weak reference to the running ForwardPass
+        # (one call of the outermost module).
         self._backwards = -1
         self._forward: Callable[[], object] = lambda: None
 
@@ -77,8 +78,11 @@ class RecordedBlocks(Observer):
         """Tell torch that a step begins, so that it may overwrite the results of earlier graphs.
 
         Called before each training forward of a model and, because blocks may also be called outside a model, before
-        each call of a block's graph. A call is ignored inside a backward. It is also ignored if there was an earlier
-        call in the same forward of a model (or outside models), and no backward has ended in between.
+        each call of a block's graph. A call is ignored if the step has begun already:
+
+        * inside a backward,
+        * in the same forward of a model as the last call that was not ignored, if no backward has ended since. (All
+          calls outside models count as calls in one forward.)
 
         torch must not overwrite results of earlier graphs that are still in use (referenced). If there are some, there
         are two cases:
@@ -184,8 +188,8 @@ def compile_forward(function: Callable, block: BlockState, options: dict[str, An
         outputs = compiled(*args, **kwargs)
         if state.next is not None:
             return outputs
-        # The model returns the outputs of its last block. The caller may keep them longer than until the next step,
-        # which overwrites the memory of the graphs' results.
+        # The model returns the outputs of its last block, and the caller may still use them in the next step. The next
+        # step overwrites the memory of the graphs' results, so return copies.
         return copy_views(outputs, (), lambda _: True)
 
     return run
@@ -219,7 +223,7 @@ _COMMUNICATES = "a model of this process communicates inside layers (sequence_pa
 def _refuse(block: BlockState, requested: str) -> None:
     """Raise ValueError if the block cannot be replayed as CUDA graphs.
 
-    requested: the mode or option of torch.compile that requests them.
+    requested: the mode or option of torch.compile that requests CUDA graphs, for the message.
     """
     if not all(buffer.storage.has_fixed_addresses for buffer in block.buffers):
         reason = _STORED
@@ -239,7 +243,7 @@ def _refuse(block: BlockState, requested: str) -> None:
 def _keep_unsharded(block: BlockState) -> None:
     for buffer in block.buffers:
         buffer.keep_address()
-        buffer.resident = True  # a buffer whose parameters are all frozen stays unsharded between steps
+        buffer.resident = True  # stay unsharded between steps; this has an effect only if all parameters are frozen
     # Do not reshard after the forward: the memory stays allocated anyway, and backward would need another all-gather.
     block.zero_level = 2
 
@@ -271,7 +275,7 @@ class CudaGraphs(Extension):
         if plan.world.grid is not None or plan.world.schedule.collective_layers:
             reason = _COMMUNICATES
         elif any(type(parameter) not in _PLAIN for parameter in parameters):
-            reason = _STORED  # for example, bitsandbytes' classes of quantized parameters are not in `_PLAIN`
+            reason = _STORED  # `_PLAIN` does not contain, for example, bitsandbytes' classes of quantized parameters
         if self._on and reason is not None:
             raise ValueError(f"auto_wrap: cuda_graphs=True cannot be used, because {reason}. Leave it out.")
 

@@ -119,13 +119,14 @@ def _keep(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor], output: Tensor) -> No
 
 def _backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
     x, matrices, ends = ctx.saved_tensors
-    # Call `_product_of_groups`, not `grouped_product`. Compiled code must not contain torch's kernel, because Inductor
-    # may choose strides that the kernel refuses. `grouped_product` would call the kernel here: up to torch 2.11,
-    # is_compiling() is False while torch.compile traces this function.
+    # Call `_product_of_groups`, because `grouped_product` would call torch's kernel directly in compiled code, too: up
+    # to torch 2.11, is_compiling() is False while torch.compile traces this function. If Inductor sees the kernel, it
+    # may choose strides that the kernel refuses.
     dx = _product_of_groups(dy, matrices.transpose(1, 2), ends) if ctx.needs_input_grad[0] else None
     if not ctx.needs_input_grad[1]:
         return dx, None, None
-    # If `matrices` is a transposed view, return a transposed view too. The viewed tensor's gradient is then contiguous.
+    # If `matrices` is the transposed view of a weight, return a transposed view, too. Autograd transposes it back, so
+    # the gradient of the weight is contiguous.
     if matrices.stride(1) == 1 != matrices.stride(2):
         return dx, gradient_of_groups(dy, x, ends).transpose(1, 2), None
     return dx, gradient_of_groups(x, dy, ends), None

@@ -275,8 +275,8 @@ def _sum_of_each_token(rows: Tensor, places: Tensor, weights: Tensor | None = No
     weights: (tokens, k), by which the rows are multiplied before they are added; None for ones.
     """
     # If this package's kernel `sum_rows` supports the rows (`serves`), it computes the sum in two cases:
-    # - without weights, which is the backward of `Spread`, compiled or not. In compiled code, Inductor would fuse the
-    #   sum with the reduction of a norm that follows it, and the fused kernel would read all rows twice.
+    # - without weights, which is the backward of `Spread`, also in compiled code. There, Inductor would fuse the sum
+    #   with the reduction of a norm that follows it, and the fused kernel would read all rows twice.
     # - with weights, in a forward that is not compiled, unless the weights are float64, for which there is no kernel.
     #   The result has the dtype that torch's product and sum would give it: the promoted dtype of rows and weights, or
     #   float32 under autocast.
@@ -299,7 +299,7 @@ def _sum_of_each_token(rows: Tensor, places: Tensor, weights: Tensor | None = No
     for number, column in enumerate(places.unbind(1)):
         found = rows.index_select(0, column).to(wide)
         total = total + (found if weights is None else found * weights[:, number, None].to(wide))
-    # `to` of the same dtype is avoided, because with it torch 2.11 loses the gradient in compiled code.
+    # Do not call `to` if the dtype is right already: in compiled code, torch 2.11 would lose the gradient.
     return total if total.dtype == dtype else total.to(dtype)
 
 

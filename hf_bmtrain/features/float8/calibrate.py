@@ -99,8 +99,8 @@ class Calibration(Observer):
         self, world: World, model: torch.nn.Module, states: dict[str, Float8State], blocks: Sequence[Any]
     ) -> None:
         self._world, self._model, self.states, self._blocks = world, weakref.ref(model), states, blocks
-        # How many backwards had ended when the first forward began whose layers are measured. None until then, and as
-        # long as layers are measured in separate forwards.
+        # The number of backwards that had ended when the first training forward with measured layers began. None before
+        # that forward. It stays None if the layers are measured in a separate forward.
         self._begun: int | None = None
 
     def before_forward(self, model: torch.nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:

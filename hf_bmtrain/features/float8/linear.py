@@ -140,8 +140,8 @@ class Float8State:
         storage = self.storage
         if storage is None or not storage.in_float8:
             return None
-        # Compiled code does not compare `weight`. The comparison would become part of the graph, and is not needed: in
-        # compiled code, `weight` is always the full parameter of the storage.
+        # Compiled code skips the comparison, which would become part of the graph. It is not needed there, because in
+        # compiled code `weight` is always the full parameter.
         shown = torch.compiler.is_compiling() or weight is storage.buffer.full_params[self.index]
         return storage.factors[self.index] if shown else None
 

@@ -295,8 +295,8 @@ class Float8Storage(Storage):
         """Create `factors`, the weights in float8 with which the layers compute.
 
         The values of a factor are a view of the memory that contains the full weight after an all-gather. Its scales
-        are views of a tensor that `round` fills. For a weight (R, C), this tensor contains the scale max(R, C) times:
-        the row scales are a view of the first R of them, and the column scales of the first C.
+        are views of a tensor that `round` fills. For a weight (R, C), this tensor contains max(R, C) copies of the
+        scale. The row scales are a view of the first R copies, and the column scales a view of the first C copies.
         """
         first, full_params, device = self._small, self.buffer.full_params, self.buffer.shard.device
         shapes = [full.shape for full in full_params[first:]]
@@ -397,9 +397,9 @@ class Float8Storage(Storage):
             small = shard.data[: self._small_numel].view(torch.uint8)
             self._rounded[: len(small)].copy_(small)
         torch.index_select(scales, 0, self._weight_of_scale, out=self._scales)
-        # The version (torch's counter of writes) must change on every rank, even on a rank that stores no weights and
-        # has written nothing. The reason: a changed version makes the next all-gather publish the shard to the other
-        # ranks, and with peer copies (ranks read shards from each other's memory), publishing is collective.
+        # Change the version (torch's counter of writes) on every rank, even on a rank that stores no weights and has
+        # written nothing. If the version has changed, the next all-gather publishes the shard to the other ranks. With
+        # peer copies (ranks read shards from each other's memory), publishing is collective, so all ranks must do it.
         torch.autograd.graph.increment_version(self._rounded)
         self._rounded_version = shard._version
 

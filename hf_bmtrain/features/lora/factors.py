@@ -6,18 +6,14 @@ x is the layer's input and y the output of the frozen layer. The products are co
 product with B.
 
 *Split* (`Adapter.split`): A and B are float32, and the layer computes in bfloat16. Bfloat16 products with float32 sums
-then replace PEFT's slower float32 products. A matrix P, which is A or Bᵀ, is represented as the sum of two bfloat16
-matrices, hi = bf16(P) and lo = bf16(P - hi), with a relative error of 2⁻¹⁷. The *factor* of P is the stack
-[hi, lo, hi, hi], with four times the rows of P. Multiplying s x by the first three parts of the factor gives
-s x [hi, lo, hi]ᵀ = [p, q, p] in float32, where p + q = s x Pᵀ. Then, with hi(p) = bf16(p) and lo(p) = bf16(p - hi(p)),
+then replace PEFT's slower float32 products. Each matrix P (A or Bᵀ) is represented as the sum of two bfloat16 matrices:
+hi, which is P rounded to bfloat16, and lo, which is the remainder P - hi, also rounded. The sum hi + lo has a relative
+error of 2⁻¹⁷. u is represented by bfloat16 matrices in the same way. A product of two such sums is the sum of several
+bfloat16 products; those of two small terms are left out, because they are about as small as the rounding errors. The
+docstring of `enter` lists the terms.
 
-    u = [lo(p), hi(p), hi(q), hi(p)]    is stored in bfloat16, and
-    u [hi, lo, hi, hi]                  is the product of u with the factor of the other matrix Q. It equals (p + q) Q
-                                        up to a relative error of 2⁻¹⁷.
-
-The first three quarters of u sum to p + q, so dA and dB are each the sum of three products, one per quarter. y and dx
-are as exact as PEFT's in float32. dA and dB have an error of 2⁻¹⁷ of their norm (measured: 4.5e-6; PEFT 4e-7;
-a single rounding to bfloat16 1.7e-3).
+In this mode, y and dx are as exact as PEFT's in float32. dA and dB have an error of 2⁻¹⁷ of their norm. (Measured:
+4.5e-6 here, 4e-7 with PEFT, and 1.7e-3 with a single rounding to bfloat16.)
 """
 
 from __future__ import annotations
@@ -67,7 +63,7 @@ def factors_of(a: Tensor, b: Tensor, dtype: torch.dtype, adapter: Adapter) -> tu
     """
     if not adapter.split:
         return a.to(dtype), b.to(dtype).t()
-    matrix = torch.cat([a, b.t()], 1)  # so that each kernel below handles A and Bᵀ together
+    matrix = torch.cat([a, b.t()], 1)  # one tensor, so that each kernel below processes A and Bᵀ together
     if torch.compiler.is_compiling():  # compiled code cannot use `out=` with a view
         high, low = _parts(matrix)
         made = torch.stack([high, low, high, high]).to(dtype)
@@ -134,8 +130,8 @@ def _parts(values: Tensor) -> tuple[Tensor, Tensor]:
     Inductor would remove the conversion, and the remainder would then be zero.
     """
     low = values - ((values.view(torch.int32) + 0x8000) & -0x10000).view(torch.float32)
-    # `values - low` equals the rounded values. They are computed again, because torch 2.6 cannot concatenate the tensor
-    # above, which is a view with a different dtype.
+    # `values - low` is equal to the rounded values in the line above. Those are a view with a different dtype, and
+    # torch 2.6 cannot concatenate such views, so the rounded values are computed again by this subtraction.
     return values - low, low
 
 
@@ -161,8 +157,8 @@ def add_products(y: Tensor, us: list[Tensor], factors: list[Tensor], scalings: l
             False if none or only some are split: they are added one after another.
     """
     if split and len(us) > 1:
-        # Compute one product for all adapters, so that y is rounded once. One product has one scaling. This is possible
-        # because all scalings are 1: with `split`, each u includes s.
+        # Compute one product for all adapters, so that y is rounded only once. The product can have only one scaling.
+        # This is enough, because with `split`, each u includes its adapter's scaling, and all scalings here are 1.
         us, factors = [torch.cat(us, 1)], [torch.cat(factors)]
         scalings = scalings[:1]
     for u, factor, scaling in zip(us, factors, scalings, strict=True):
@@ -258,7 +254,7 @@ def _scaled_product(one: Tensor, other: Tensor, factor: float) -> Tensor:
 def _wide_product(one: Tensor, other: Tensor, factor: float) -> Tensor:
     """Return factor · one @ other in float32, for 16-bit matrices `one` (M, K) and `other` (K, N)."""
     device = one.device.type  # torch 2.6 cannot compile `is_cuda` here
-    if torch.compiler.is_compiling():  # in compiled code, an in-place product makes gradients zero
+    if torch.compiler.is_compiling():  # the in-place products below would make gradients zero in compiled code
         wide = device == "cuda"
         return (torch.mm(one, other, out_dtype=torch.float32) if wide else one.float() @ other.float()) * factor
     total = one.new_empty(one.shape[0], other.shape[1], dtype=torch.float32)

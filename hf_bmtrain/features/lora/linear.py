@@ -98,7 +98,7 @@ class FusedLoraLinear(OnlyWhileSharded):
         y: Any = LoraProduct.apply(
             flat, base.weight, base.bias, transposed, dtype, flat.requires_grad, adapters, *matrices
         )
-        # The view is made outside the Function, because a view that a Function returns cannot be modified in place.
+        # Reshape y here and not in LoraProduct: a view that an autograd.Function returns cannot be modified in place.
         return y.view(*x.shape[:-1], y.shape[-1])
 
 

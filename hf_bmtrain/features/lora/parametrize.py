@@ -53,7 +53,7 @@ def _uncounted(activated: AbstractContextManager[Any], wrapper: Any) -> Iterator
     holder, name = wrapper.get_base_layer(), wrapper.parameter_name
     held = holder._parameters.get(name)
     with ExitStack() as stack:
-        if held is not None:  # None if another adapter's context has replaced the parameter already
+        if held is not None:  # None if the context of another adapter is active and has replaced the parameter already
             stack.callback(holder._parameters.__setitem__, name, held)
         with preserve_version(wrapper.get_param()):
             stack.enter_context(activated)

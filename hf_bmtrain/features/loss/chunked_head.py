@@ -103,7 +103,10 @@ def _chunked_class(cls: Any) -> type:
 
 
 def _unless_born(operation: Any) -> Any:
-    """Decorator of a method of UnbornLogits. It calls the full logits' method instead, once they have been computed."""
+    """Decorator of a method of UnbornLogits. If the full logits exist, it calls their method of the same name instead.
+
+    The full logits are a tensor. They exist once `UnbornLogits._born` has computed them.
+    """
 
     @functools.wraps(operation)
     def act(self, *args, **kwargs):
@@ -139,7 +142,7 @@ class UnbornLogits:
         self._head, self._linear, self._hidden, self._scale, self._cap = head, linear, hidden, scale, cap
         self.dtype = dtype or hidden.dtype
         self._full: torch.Tensor | None = None  # the full logits, once they have been computed
-        self._shared = False  # whether other placeholders represent logits that would share memory with these
+        self._shared = False  # whether these logits would share memory with those of another placeholder (a view)
 
     def _view(self, hidden: torch.Tensor) -> UnbornLogits:
         """Return a placeholder for a view of the logits that this placeholder represents.
@@ -260,7 +263,7 @@ class UnbornLogits:
 
     def __imul__(self, other: Any):
         if self._full is None and not self._shared and isinstance(other, numbers.Real) and float(other) > 0:
-            vars(self).update(vars(self * other))  # in place, because other names may refer to this object
+            vars(self).update(vars(self * other))  # change this object itself, to which other variables may refer
             return self
         full = self._born("__imul__")
         full *= other
@@ -279,8 +282,8 @@ class UnbornLogits:
 
     @_unless_born
     def float(self):
-        # This does not affect the chunked loss, which is computed in float32 anyway. But if another operation computes
-        # the full logits, they must have this dtype.
+        # The new dtype does not affect the chunked loss, which is computed in float32 anyway. But if an unsupported
+        # operation makes the full logits be computed, they must have this dtype.
         return self if self.dtype == torch.float32 else self._but(dtype=torch.float32)
 
     @_unless_born
@@ -308,7 +311,7 @@ class UnbornLogits:
     def __getitem__(self, index):
         parts = index if isinstance(index, tuple) else (index,)
         if all(part is ... or isinstance(part, (slice, int)) for part in parts) and len(parts) <= self.dim():
-            if len(parts) < self.dim() and ... not in parts or parts[-1] == slice(None):  # whole rows
+            if len(parts) < self.dim() and ... not in parts or parts[-1] == slice(None):  # the result has whole rows
                 return self._view(self._hidden[index])
         return self._born("indexing")[index]
 
@@ -404,7 +407,7 @@ def _arm(model: Any, args: tuple, kwargs: dict) -> None:
         labels = inspect.signature(model.forward).bind_partial(*args, **kwargs).arguments.get("labels")
     head, fuses = model.get_output_embeddings(), model.training and labels is not None
     known = _ARMED in getattr(head, "__dict__", ())
-    if fuses and not known:  # the head of a deep copy, or a head that has replaced the earlier one (as in a resize)
+    if fuses and not known:  # the model is a deep copy, or its head was replaced, as by resize_token_embeddings
         reason = _why_not(model, head)
         if reason:
             _warn_once("fuse_causal_loss: %s stores full logits from now on, because %s", type(model).__name__, reason)
@@ -432,6 +435,7 @@ def _disarm(model: Any, args: tuple, kwargs: dict, output: Any) -> Any:
     return output
 
 
-# Deep copies of a sharded model keep these hooks, so that their loss is computed in chunks, too.
+# Deep copies of a sharded model lose the hooks of this package, except those with the attribute STAYS. A copy needs
+# these two hooks, so that it also computes its loss in chunks.
 for _hook in (_arm, _disarm):
     setattr(_hook, STAYS, True)

@@ -16,10 +16,10 @@ from torch import Tensor
 from ...engine.base.arguments import expect, expect_number
 from ...engine.base.launch import C_NAMES, Variant, kernel, shared_memory_limit
 
-SCRATCH = 640  # bytes of shared memory beside the copied row: 16 * 40, where 40 is SCRATCH in kernels/cross_entropy.cu
-SHARE = 72 << 10  # maximum bytes of a row per thread block: three thread blocks fit in an SM's 227 KiB of shared memory
+SCRATCH = 640  # bytes of shared memory besides the copy of the row: SCRATCH (40) of kernels/cross_entropy.cu, times 16
+SHARE = 72 << 10  # maximum bytes of a row per thread block, so that three thread blocks fit into an SM's 227 KiB
 BYTES_A_THREAD = 256  # bytes of a row per thread, which loads sixteen 16-byte vectors concurrently
-# 16-byte vectors of a row per thread block, for kernels that copy no row to shared memory (gradient, rescale)
+# 16-byte vectors of a row per thread block, in the kernels that do not copy rows to shared memory (gradient, rescale)
 PART_VECTORS = 2048
 
 
@@ -82,7 +82,7 @@ def plan(row_bytes: int, clusters: bool, shared_limit: int) -> Plan:
         clusters: whether the device has thread block clusters; without them a row has one thread block.
         shared_limit: the maximum number of bytes of shared memory of a thread block.
     """
-    row_bytes += 16  # a row that is not aligned to 16 bytes spans an additional vector
+    row_bytes += 16  # a row that does not start at a multiple of 16 bytes extends into one more 16-byte vector
     cluster = next((c for c in (1, 2, 4, 8) if row_bytes <= c * SHARE), 8) if clusters else 1
     share = -(-row_bytes // (16 * cluster))  # 16-byte vectors per thread block
     stage = min(share, (shared_limit - SCRATCH) // 16)
@@ -219,7 +219,7 @@ class CrossEntropy:
             scale: (1,) or (N,) float32, the factor of each row's loss.
         """
         # `gradient_` needs an `out` with the stride and alignment of the logits. A new tensor is contiguous and aligned
-        # to 16 bytes; if the logits are not, the gradient is written over a copy of them.
+        # to 16 bytes. If the logits are not, copy them to a new tensor, and write the gradient over this copy.
         if logits.is_contiguous() and logits.data_ptr() % 16 == 0:
             gradient = torch.empty_like(logits)
             self.gradient_(logits, targets, lses, scale, gradient)

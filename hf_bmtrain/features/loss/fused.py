@@ -215,8 +215,8 @@ class _CrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx, logits: Tensor, targets: Tensor, how: Criterion, inplace: bool, wanted: bool):
         factor = how.factor(targets)
-        # early: whether the forward writes the gradient over the logits. For float16 it does not, because the loss
-        # scale is known only in backward, and without it the gradient would underflow.
+        # `early`: whether the forward, instead of the backward, writes the gradient over the logits. False for float16:
+        # without the loss scale, which is known only in backward, the gradient would underflow.
         early = wanted and inplace and how.reduction != "none" and logits.dtype != torch.float16
         if early:
             losses, lses = how.rows.losses_and_gradient_(logits, targets, factor)

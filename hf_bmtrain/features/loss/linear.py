@@ -156,9 +156,9 @@ class _Work:
         d_rows = rows.new_empty(rows.shape) if for_rows else None
         d_weight, d_bias = None, losses.new_zeros(classes) if for_bias else None
         weight, bias = weight.to(self.dtype), None if bias is None else bias.to(self.dtype)
-        # cuBLAS's products of 16-bit matrices take 6 times as long with 50,257 classes (GPT-2) as with 50,264, because
-        # rows of 50,257 16-bit numbers are aligned to 2 bytes only, which excludes cuBLAS's fast kernels. So pad to a
-        # multiple of 8 classes (16 bytes) with classes whose weights are 0.
+        # Pad the weight with zeros to a multiple of 8 classes, so that rows of 16-bit logits are aligned to 16 bytes.
+        # cuBLAS's fast kernels need this alignment. For example, with the 50,257 classes of GPT-2, products take 6
+        # times as long as with 50,264.
         more = -classes % 8
         if more:
             weight = pad(weight, (0, 0, 0, more))
@@ -179,8 +179,8 @@ class _Work:
             factor = scale if scale.numel() == 1 else scale[start : start + size]
             here.copy_(self.how.rows.losses_and_gradient_(logits, part, factor)[0])
             if more:
-                # Clear the columns of the added classes, which are NaN where a hidden state is inf or NaN. The product
-                # below multiplies them by weights of 0, but NaN * 0 is NaN.
+                # Set the columns of the added classes to 0, because they are NaN in rows in which a hidden state is inf
+                # or NaN. The product below multiplies these columns by weights of 0, but NaN * 0 is NaN.
                 products[:, classes:].zero_()
             if d_rows is not None:
                 torch.mm(products, weight, out=d_rows[start : start + size])
@@ -207,8 +207,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx, rows, weight, bias, targets, work: _Work):
         factor = work.how.factor(targets)
-        # The loss scale is known only in backward, so float16 gradients of a mean would underflow. They are therefore
-        # computed for the factor 1, and backward multiplies them by the factor and the loss scale.
+        # Float16 gradients of a mean would underflow without the loss scale, which is known only in backward. So they
+        # are computed here for the factor 1, and backward multiplies them by the factor and the loss scale.
         written = torch.ones_like(factor) if work.dtype == torch.float16 else factor
         at_once = any(work.wants) and work.how.reduction != "none"
         for parameter in (weight, bias):
@@ -267,7 +267,7 @@ def _hand_over(parameter: Tensor, gradient: Tensor | None, wanted: Tensor, used:
     if gradient is None:
         return None
     rescale_(gradient.view(-1, gradient.shape[-1]), wanted, used)
-    gradient = gradient.to(parameter.dtype)  # after the factor was applied in float32, so that it is rounded once
+    gradient = gradient.to(parameter.dtype)  # the only rounding: `rescale_` has multiplied in float32
     if not isinstance(parameter, DistributedParameter):
         return gradient
     _gather_of(parameter).collect(parameter.index, gradient)

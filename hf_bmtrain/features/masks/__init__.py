@@ -105,13 +105,14 @@ class _Forward:
     def begin(self, module: Any, args: tuple, kwargs: dict[str, Any]) -> None:
         """Forward pre-hook of the model: replace transformers' `_preprocess_mask_arguments` by `_preprocess`.
 
-        `end`, a forward hook, puts it back. While torch.compile traces the forward, nothing is replaced.
+        `end`, a forward hook, puts transformers' function back. While torch.compile traces the forward, nothing is
+        replaced.
         """
         if torch.compiler.is_compiling():
             return  # nothing to do: tensor values cannot be read anyway while torch.compile traces the forward
         # `counts`: whether the model will make the position ids 0, 1, 2, ... itself. It does so only if none are
-        # passed. Hooks that run after this one could add some, so there must be no others than the engine's, which do
-        # not.
+        # passed. Another hook, which runs after this one, could add some. So `counts` is False if there are other hooks
+        # (`alone`), except for hooks of the engine, which add none.
         others = (hook for hook in module._forward_pre_hooks.values() if not _is_own(hook))
         alone = all(defining_module(hook).startswith("hf_bmtrain.engine.") for hook in others)
         without = alone and len(args) < 2 and kwargs.get(_POSITIONS) is None
@@ -122,15 +123,15 @@ class _Forward:
 
     def end(self, module: Any, args: tuple, output: Any) -> None:
         """Forward hook: undo the replacement that `begin` has made, also after a forward that raised an error."""
-        if self._replaced:  # empty if `begin` replaced nothing: the forward was traced, or an earlier hook raised
+        if self._replaced:  # it is empty if torch.compile traced the forward, or a hook raised an error before `begin`
             setattr(_masking(), _FUNCTION, self._valid(self._replaced.pop()))
 
     def _valid(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """Return `function`, or transformers' own function if `function` is a replacement that was left over.
 
-        A replacement is left over if its forward is not running in this thread. This happens if KeyboardInterrupt ends
-        a forward, because `end` is then not called. It also happens if the forwards of two threads overlap, and the
-        forward that began first also ends first.
+        A replacement is installed for one forward. It is left over if this forward is not running in this thread. This
+        happens if KeyboardInterrupt ends a forward, because `end` is then not called. It also happens if the forwards
+        of two threads overlap, and the forward that began first also ends first.
         """
         if isinstance(function, functools.partial) and function.func is _preprocess:
             return function if _is_running(function.args[1]()) else self._original
@@ -190,8 +191,8 @@ def _preprocess(original: Callable[..., Any], model: Callable[[], Any], counts: 
     if len(args) < len(_KNOWN_PARAMETERS[0]) or torch.compiler.is_compiling():
         return original(*args, **kwargs)
     config, embeddings, mask, cache, positions, *others = args
-    # Also search the call stack for the forward: this function may still be in place although the forward has ended, or
-    # a different thread may have called it.
+    # `counts` is about one forward. `_is_running` checks that this forward is running in this thread. It may not be: a
+    # different thread may have called this function, or the forward may have ended without a call of `_Forward.end`.
     if counts and (counting := model()) is not None and counting.config is config and _is_running(counting):
         positions = None
     ready, result, *sizes = original(config, embeddings, mask, cache, positions, *others, **kwargs)
@@ -207,7 +208,7 @@ def note_full(mask: torch.Tensor) -> None:
 
     mask: a tensor of any shape and dtype, on any device.
     """
-    if not mask.is_inference():  # later writes to an inference tensor could not be noticed: it has no `_version`
+    if not mask.is_inference():  # an inference tensor has no `_version`, so later writes to it could not be noticed
         setattr(mask, _FULL, mask._version)
 
 
@@ -225,7 +226,7 @@ def _has_stock_masks(config: Any) -> bool:
     return getattr(function, "__module__", "") == "transformers.masking_utils"
 
 
-@functools.lru_cache(maxsize=256)  # bounded, because it keeps the classes of models alive
+@functools.lru_cache(maxsize=256)  # limited in size, because the cache keeps the classes of models alive
 def counts_positions(forward: Callable[..., Any]) -> bool:
     """Return whether `forward`, if it gets no `position_ids`, sets them to 0, 1 and so on in each row.
 
@@ -238,13 +239,13 @@ def counts_positions(forward: Callable[..., Any]) -> bool:
     """
     while True:
         if not defining_module(forward).startswith("transformers."):
-            return False  # also if another package has decorated a forward of transformers: it could add positions
+            return False  # also for a forward of transformers that another package has decorated, and may have changed
         if not hasattr(forward, "__wrapped__"):
             break
         forward = forward.__wrapped__
     try:
         source = inspect.getsource(forward)
-    except OSError:  # installed without sources
+    except OSError:  # transformers is installed without source files
         return False
     stored = counted = 0
     for node in ast.walk(ast.parse(textwrap.dedent(source))):

@@ -63,7 +63,7 @@ class MemoryPlanner(Observer):
     """
 
     buffers = ()  # the schedule reads `buffers` of each object that it calls in a backward; the planner has none
-    position = 10  # called before most observers, which may then use the memory that this one frees by resharding
+    position = 10  # low: most observers are called after this one, and may use the memory that it frees
 
     def __init__(self, world: World, memory: DeviceMemory) -> None:
         self.world, self.memory = world, memory
@@ -263,8 +263,8 @@ def _extend_keep_frozen(model: torch.nn.Module, world: World) -> None:
     """
     planner = world.schedule.observer(MemoryPlanner)
     if planner is None or not any(module in planner.residents for module in model.modules()):
-        # Models with keep_frozen="auto" are in `planner.residents`, and this one is not. So if it has a resident buffer
-        # (one that is kept unsharded between steps), keep_frozen is True. Buffers of blocks with CUDA graphs
-        # (`keeps_address`) do not count: they are resident with any keep_frozen.
+        # This model was not wrapped with keep_frozen="auto", because `planner.residents` does not contain it. So if it
+        # has a resident buffer (one that stays unsharded between steps), it was wrapped with keep_frozen=True. Buffers
+        # of blocks with CUDA graphs (`keeps_address`) do not count, because they are resident with any keep_frozen.
         if any(buffer.resident and not buffer.keeps_address for buffer in buffers_of(model)):
             keep_all(model, world)

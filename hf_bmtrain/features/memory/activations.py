@@ -164,7 +164,7 @@ class AutoCheckpoint(Recompute):
 
     def kept_in_graph(self, args: tuple, kwargs: dict[str, Any], pending: int) -> Keeps | None:
         if self.activations.measuring:
-            return None  # recompute by torch's checkpoint, not by the compiled graph, in which bytes cannot be counted
+            return None  # use torch's checkpoint: in a compiled graph that recomputes, saved bytes cannot be counted
         return is_kept if self._keeps_attention(pending) else keep_nothing
 
     def _keeps_attention(self, pending: int) -> bool:
@@ -220,10 +220,10 @@ class AutoCheckpoint(Recompute):
             return
         given = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         views = [view for buffer in self.block.buffers for view in buffer.storage.memory().gathered]
-        # SavedBytes counts the bytes that the device needs only because the block keeps its activations. It does not
-        # count inputs (`held`) and full parameters (`views`), which a recomputed block needs too. One exception: with
-        # offload_activations (`block.inputs` is not None), the inputs of a recomputed block that require a gradient
-        # (usually the hidden states) wait for backward in host memory, so such inputs are counted.
+        # SavedBytes counts the bytes that the device needs only because the block keeps its activations. Inputs
+        # (`held`) and full parameters (`views`) do not count, because a recomputed block needs them, too. There is one
+        # exception: with offload_activations (`block.inputs` is not None), a recomputed block keeps the inputs that
+        # require a gradient (usually the hidden states) in host memory. So these inputs count.
         held = [tensor for tensor in given if self.block.inputs is None or not tensor.requires_grad]
         saved, meter = SavedBytes([*held, *views]), AttentionMeter()
         device = next((tensor.device for tensor in (*given, *views)), torch.device("cpu"))
@@ -281,19 +281,19 @@ class Activations:
     def __init__(self, planner: MemoryPlanner) -> None:
         self._planner, self._schedule = planner, planner.world.schedule
         self._meter = Meter(planner.memory, lambda: planner.gathered_bytes)
-        self._blocks: list[weakref.ref[AutoCheckpoint]] = []  # in the order of their first forwards
+        self._blocks: list[weakref.ref[AutoCheckpoint]] = []  # all measured blocks, in the order of first forwards
         # A pass lasts from the first training forward after a backward to the end of the next backward.
-        self._fresh: list[tuple[AutoCheckpoint, Measurement]] = []  # the measurements of this pass
+        self._fresh: list[tuple[AutoCheckpoint, Measurement]] = []  # the measurements of blocks in this pass
         self._inputs = MeasuredInputs()  # the model inputs of all measured passes; used only if `together` is True
-        self._seen: list[Shapes] = []  # the shapes of the models' inputs in this pass
-        # The number of bytes that were free at the start of a pass: the smallest of all passes since the first plan.
-        # None before the first plan.
+        self._seen: list[Shapes] = []  # the shapes of the model inputs in this pass; used only if `together` is True
+        # The smallest number of bytes that were free at the start of a pass, over all passes since the first plan. None
+        # before the first plan.
         self._free: int | None = None
-        # How many more bytes were allocated at the peak of the forward, and of the backward, than at the start of the
-        # pass: the largest number of all measured passes.
+        # The memory that a pass takes at its two peaks, in the forward and in the backward: the bytes allocated at the
+        # peak minus those allocated at the start of the pass. These are the maxima over all measured passes.
         self._forward = self._backward = 0
-        self._recomputed = False  # whether a block's recomputed activations are alive
-        self._unsharded = 0  # bytes of the blocks that stay unsharded until their backward
+        self._recomputed = False  # whether the recomputed activations of a block are in memory now
+        self._unsharded = 0  # bytes of the full parameters of blocks that the plan keeps unsharded until their backward
         self._stale = True  # whether there is no plan yet, or something was measured after the last plan
         self._left = 0  # the bytes for keep_frozen="auto" in the last plan (see `left` in the class docstring)
         self.measuring = False
@@ -391,14 +391,14 @@ class Activations:
         self._meter.begin(_buffers(blocks))
         self._fresh, self._seen, self.measuring = [], [], False
         if self._free is None:
-            # Test `_blocks`, which keeps deleted blocks, not `blocks`. The ranks may delete a model at different times,
-            # but either all of them or none must call `_agree`.
+            # Test `_blocks` instead of `blocks`, from which deleted blocks are missing. The ranks may delete a model at
+            # different times, but `_agree` is collective: all ranks must call it, or none.
             if not self._blocks or not self._agree(blocks):
                 self.measure()
             return
         free = self._read_free()
         replan = self._stale or free < self._free
-        if self.together:  # ranks may differ in `free`, but if one of them plans again, all must do so
+        if self.together:  # the ranks may have different `free`, but if one rank plans again, all ranks must
             replan = self._planner.world.control.any(replan, _OCCASION)
         self._free = min(self._free, free)  # memory that is free in this micro-batch may be needed in another one
         if replan:

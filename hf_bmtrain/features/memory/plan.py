@@ -103,16 +103,16 @@ def make_plan(sizes: Sizes, forward_room: int, backward_room: int) -> Plan:
     def fits(index: int, size: int) -> bool:
         """Return whether block `index` can keep `size` bytes in total until backward. If so, set `taken[index]`."""
         before, taken[index] = taken[index], size
-        # Keeping the last block's activations does not increase the backward's peak. Backward starts with this block,
-        # so its activations are in memory then in any case: kept or recomputed.
+        # Keeping the last block's activations does not increase the backward's peak: backward starts with this block,
+        # so its activations are in memory at that time in any case, either kept or recomputed.
         if sum(taken) <= forward_room and sum(taken[:-1]) <= backward_room:
             return True
         taken[index] = before
         return False
 
     for all_of_it in (False, True) if sizes.attention_first else (True, False):
-        # The last block comes first: activations that the first blocks keep are still in memory while the last blocks
-        # are recomputed in backward.
+        # Choose from the last block to the first. Backward frees the activations of the last blocks first, while those
+        # that the first blocks keep take memory until its end.
         for index in reversed(range(count)):
             if all_of_it:
                 kept[index] = fits(index, sizes.activations[index])

@@ -97,13 +97,15 @@ class Residents:
         self._blocks = [weakref.ref(block._bmt) for block in modules]
         self._chosen: list[weakref.ref[ShardedBuffer]] = []
         self._planned = self._keeping = self._idle = False
-        # Memory is measured while the ranks have no valid choice of the buffers that become resident.
+        # While the ranks have no valid choice of buffers to keep unsharded, they measure memory. Most of the attributes
+        # below belong to this measurement.
         self._forwards = 0  # the number of training forwards in this pass
-        # Of measured forwards: number in the pass, input shapes, and how many forwards had failed when it began.
+        # For each measured forward of this pass: its index in the pass, the shapes of its inputs, and how many forwards
+        # had failed when it began.
         self._seen: list[tuple[int, Shapes, int]] = []
         self._inputs = MeasuredInputs()
         self._peak: int | None = None  # the peak of allocated bytes since measuring began; None while not measuring
-        self._free = 0  # bytes free at the start of a pass: the smallest number since measuring began
+        self._free = 0  # the smallest number of bytes free at the start of a pass, since measuring began
         # The ranks choose the buffers again if fewer than `_free` - `_spare` bytes are free at the start of a pass.
         # `_spare` is the number of bytes that the choice left free, plus usable() / _TOLERANCE.
         self._spare = 0
@@ -113,8 +115,8 @@ class Residents:
     def nbytes(self) -> int:
         """The bytes of all buffers chosen to stay unsharded between steps, including those not yet all-gathered.
 
-        After a call of `reshard`, which frees these buffers, they do not count until the next training forward chooses
-        to keep them again.
+        The method `reshard` frees these buffers. Afterwards they do not count, until a training forward decides to keep
+        them unsharded again.
         """
         return sum(buffer.full_nbytes for buffer in self._kept())
 
@@ -155,10 +157,10 @@ class Residents:
 
         1. Do nothing in this pass if less than a quarter of the parameters (in bytes) is frozen and no buffers have
            been chosen, or if the ranks have found that no buffer fits.
-        2. Start over if, on any rank, the inputs are larger than all measured ones, or, in the first forward of a pass,
-           clearly less memory is free than when the buffers were chosen, or the recomputation policy of a block
-           (use_checkpoint) has changed. To start over, reshard the resident buffers (those unsharded between steps),
-           drop the choice of buffers, and measure this forward.
+        2. Start over if, on any rank, the inputs are larger than all measured ones. In the first forward of a pass,
+           also start over if, on any rank, clearly less memory is free than when the buffers were chosen, or the
+           recomputation policy of a block (use_checkpoint) has changed. To start over, reshard the resident buffers
+           (those unsharded between steps), drop the choice of buffers, and measure this forward.
         3. Otherwise, if no buffers have been chosen and this is the first forward of a pass, choose them from the
            measurements so far. It is too early to choose before an optimizer's first step, or while a rank does not
            know its available memory.
@@ -193,7 +195,7 @@ class Residents:
         buffer can stay unsharded, or they have not chosen buffers yet and too few parameters are frozen.
         """
         self._forwards = 0
-        if self._seen:  # otherwise `end_backward` has emptied this list
+        if self._seen:  # the backward of the last pass has failed, so `end_backward` has not emptied this list
             self._seen, self._peak = [], None
         if self._planned:
             self._idle = not self._chosen
@@ -262,7 +264,7 @@ class Residents:
         """
         self._update_peak()
         for number, shapes, failed in self._seen:
-            if failed == self._schedule.failed_forwards:  # otherwise this forward has failed, or a later one
+            if failed == self._schedule.failed_forwards:  # neither this forward nor a later one has failed
                 self._inputs.add(shapes, number)
         self._seen = []
 

@@ -1,9 +1,10 @@
 """The forward and backward of a module that processes its tokens in chunks.
 
 In autograd's graph, the module consists of two nodes: first `_Keep`, which saves the input, and then `_Compute`, which
-computes the output and saves nothing. If nothing after the MLP saves a tensor, the last tensor that a recomputed block
-saves is therefore the input of its MLP, and torch's checkpoint ends the recomputation there. In backward, `_Compute`
-runs first and only passes the output's gradient to `_Keep`, which computes all gradients.
+computes the output and saves nothing. This saves time if the block of an MLP is recomputed, because torch's checkpoint
+ends a recomputation at the last tensor that autograd saves. If nothing after the MLP saves a tensor, this is the input
+of the MLP, so the recomputation of the block does not compute the MLP. In backward, `_Compute` runs first. It only
+passes the output's gradient to `_Keep`, which recomputes each chunk and computes all gradients.
 """
 
 from __future__ import annotations
@@ -59,8 +60,9 @@ def _forward(module: ChunkedMlp, whole: Callable[[Tensor], Tensor], *args: Any, 
     name = f"mlp_chunks={module.chunks}: {type(module).__name__}"
 
     def of_piece(piece: Tensor) -> Tensor:
-        # The forward must not write to a piece. A piece may be a copy, so the code around the MLP that reads the input,
-        # such as a residual connection, would not see the write. Also, the backward would repeat the write.
+        # The MLP must not write to a piece of its input. A piece may be a copy. Other code that reads the input, such
+        # as a residual connection, would then not see the write. Also, the backward runs the MLP again, and would
+        # repeat the write.
         before = None if piece is tokens else piece._version
         output = whole(piece)
         if before is not None and piece._version != before:
@@ -133,9 +135,8 @@ def in_chunks(count: int, forward: Callable[[Tensor], Tensor], parameters: list[
     """Compute `forward(tokens)` in `count` chunks of tokens, one after another, to save memory in forward and backward.
 
     The backward recomputes one chunk, computes the gradients of that chunk, and then goes on to the next. It draws the
-    same random numbers as the forward, if `forward` draws them from torch's default generators. Tokens are
-    not divided if `count` is 1, there is only one token, or no gradient is needed: `forward` is then called once, for
-    all tokens.
+    same random numbers as the forward, if `forward` draws them from torch's default generators. If `count` is 1, there
+    is only one token, or no gradient is needed, the tokens are not divided: `forward` is called once, for all tokens.
 
     Args:
         count: the number of chunks. If there are fewer tokens, there is one chunk per token.
@@ -178,8 +179,7 @@ class _Keep(torch.autograd.Function):
             for at, piece, given in _pieces(call.count, tokens, gradient):
                 piece = piece.detach().requires_grad_(through)
                 wanted = [*call.parameters, *([piece] if through else [])]
-                # Autocast is as it was in the forward. Its cache is off, because it would keep the cast weights in
-                # memory.
+                # Use autocast as in the forward, but without its cache, which would keep the cast weights in memory.
                 with torch.autocast(*call.autocast, cache_enabled=False):
                     output = call.forward(piece)
                 found = torch.autograd.grad(output, wanted, given, allow_unused=True)

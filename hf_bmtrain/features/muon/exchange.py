@@ -57,8 +57,9 @@ class Round:
                 overwrite. It returns the orthogonalized update, a tensor of the same shape and dtype.
         """
         self._ticket.wait()
-        # The received elements are sorted by the rank that sent them, and then by matrix. So the pieces of the matrix
-        # with index `number` are the pieces `number`, `number + count`, `number + 2 * count` and so on.
+        # The received elements are sorted by the rank that sent them, and then by matrix. Each of this rank's `count`
+        # matrices has one piece from each rank. For the matrix with index `number`, these are the pieces with the
+        # indices `number`, `number + count`, `number + 2 * count` and so on.
         pieces = [*self._received.split([count for counts in self._by_rank for count in counts])]
         count = len(self._mine)
         full = [torch.cat(pieces[number::count]) for number in range(count)]

@@ -163,7 +163,7 @@ class MuonOptimizer(AdamOptimizer):
             _check_settings(param_group)
             parameters = param_group.get("params", ())
             param_group["params"] = [parameters] if isinstance(parameters, torch.Tensor) else [*parameters]
-            # As in torch's optimizers, an entry may be a pair of a name and a parameter.
+            # As in torch's optimizers, an entry of "params" may be a pair (name, parameter).
             parameters = [each[1] if isinstance(each, tuple) else each for each in param_group["params"]]
             for parameter in parameters:
                 expect_tensor("An entry of a parameter group", parameter)
@@ -201,7 +201,7 @@ class MuonOptimizer(AdamOptimizer):
     # -- runs (adjacent parameters that are updated together) and their state ------------------------------------
 
     def _arrange(self, active: list[list[torch.nn.Parameter]]) -> bool:
-        # In every step, because the caller may have replaced the dict of a group, to change its settings.
+        # Rebuild this in every step, because the caller may have replaced the dict of a group to change its settings.
         self._group_of = {p: group for group in self.param_groups for p in group["params"]}
         if not super()._arrange(active):
             return False

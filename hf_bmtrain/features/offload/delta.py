@@ -59,7 +59,7 @@ def _deltas(state: RunState, settings: Hyper) -> Iterator[torch.Tensor]:
     state: the run and its Adam state.
     settings: the settings of the run's parameter group.
     """
-    # The last setting, the weight decay that is added to the gradient (L2), is not needed: m contains it.
+    # The last setting, the weight decay that is added to the gradient (L2), is not needed, because m includes it.
     lr, beta1, beta2, eps, weight_decay, hold_steps, _ = settings
     device, t = state.run.weights.device, state.step.double()
     lr = lr * (t > hold_steps)

@@ -55,7 +55,7 @@ class DeviceUpdate:
             for _ in range(_BUFFERS)
         ]
         self._upload, self._update, self._download = (work_stream(device) for _ in range(3))
-        # The new buffers may be in memory that was freed while queued work still uses it, so wait for that work.
+        # The new buffers may be in memory that was freed, but that queued work still uses. So wait for that work.
         self._upload.follow()
         self._emptied: list[Event] = [DONE] * _BUFFERS
         self._returned: dict[Chunk, Event] = {}

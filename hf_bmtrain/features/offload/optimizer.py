@@ -91,7 +91,7 @@ class AdamOffloadOptimizer(AdamOptimizer):
         expect_flag("record_delta", record_delta)
         self._delta = torch.zeros(2, dtype=torch.float64, device="cpu") if record_delta else None
         self._early = _EarlyUpdates()
-        self._told = False  # whether it was logged that `update_in_backward` leaves parameters to `step`
+        self._told = False  # whether `update_in_backward` was entered before, so that it logs its message only once
         self._places: dict[Run, Place] = {}
         self._chunks: list[Chunk] = []
         self._mover: DeviceUpdate | None = None
@@ -140,7 +140,7 @@ class AdamOffloadOptimizer(AdamOptimizer):
     def _finish(self) -> None:
         """Make the host wait until the last step has updated the weights and copied the state back to host memory."""
         if self._mover is not None:
-            self._mover.downloaded.synchronize()  # the last download follows all updates
+            self._mover.downloaded.synchronize()  # the last download ends after all updates
 
     # -- a step -------------------------------------------------------------------------------------------------
 
@@ -161,14 +161,14 @@ class AdamOffloadOptimizer(AdamOptimizer):
         for owner in dict.fromkeys(self._states[number].run.owner for number in self._in_order(left)):
             if isinstance(owner, ShardedBuffer) and owner.update.ticket is not None:
                 owner.update.announce(owner.shard)
-        # 4. Parameters that were updated during the backward and others cannot be in the same run, so step 1 may have
-        # split runs. If so, discard the division into runs, by an empty `_active`. The next backward then updates no
-        # parameters, and the next `step` forms new runs, in which adjacent parameters are together again.
+        # 4. A run cannot contain both parameters that were updated during the backward and other parameters, so step 1
+        # may have split runs. If so, discard the division into runs, by an empty `_active`. The next backward then
+        # updates no parameters, and the next `step` makes new runs, without this split.
         if rearranged and early:
             self._active = []
         self._early = _EarlyUpdates()
-        # 5. With record_delta, compute the statistics of this update. If the step is skipped, keep those of the last
-        # update.
+        # 5. With record_delta, compute the statistics of this step's update. If the step is skipped, keep the
+        # statistics of the last step that was not skipped.
         if self._delta is not None and self._states:
             self._finish()
             settings = {p: each for group, each in zip(self.param_groups, self._settings()) for p in group["params"]}
@@ -190,8 +190,9 @@ class AdamOffloadOptimizer(AdamOptimizer):
             state, gradient = states[part.run], gradients[part.run][part.of_run]
             stored, exp_avg, exp_avg_sq = chunk.part(part.of_chunk.start, part.of_chunk.stop)
             master = Master(state.run.weights[part.of_run], stored, exp_avg_sq)
-            # Other code may have written an unsharded parameter since the last step. If so, adapt its float32 master.
-            # `follow_weight` finds this out on the device, so that the host need not wait.
+            # Other code may have written an unsharded parameter since the last step. `follow_weight` therefore changes
+            # each float32 master that does not round to its weight. It does so on the device, without making the host
+            # wait.
             if state.run.buffer is None:
                 master.follow_weight()
             steps.update(part.run, Elements(gradient, master, exp_avg, state.index_base + part.of_run.start))
@@ -305,8 +306,8 @@ class AdamOffloadOptimizer(AdamOptimizer):
             del by_buffer[buffer]
         with ExitStack() as hooks:
             for buffer, local_params in by_buffer.items():
-                # The hooks of a buffer's parameters run in the buffer's order. So a hook that is added now to the last
-                # parameter runs after all hooks that the user has registered on these parameters.
+                # The hooks of a flat buffer's parameters run in the order of the parameters. So a hook that is added to
+                # the last parameter now runs after all hooks that the user has registered on parameters of the buffer.
                 last = [local for local in buffer.slices if local.requires_grad][-1]
                 update = last.register_post_accumulate_grad_hook(
                     lambda _, local_params=local_params: self._update_early(local_params)
@@ -353,14 +354,14 @@ class AdamOffloadOptimizer(AdamOptimizer):
                 "that the first one has already updated. To accumulate gradients, put only the last backward of a step "
                 "inside `with optimizer.update_in_backward():`, and call step() after it."
             )
-        # Compare the groups only before the first update of a backward, because this takes a time proportional to the
-        # number of all parameters.
+        # Check the parameter groups (`_keep_settings`) only before the first update of a backward, because the check
+        # takes a time proportional to the number of all parameters.
         if not self._early.parameters and not self._keep_settings(chain.from_iterable(self._active)):
             return
         for copied in tuple(current_world().copying):
             copied.wait()
-        # Writing to the weights is safe now: every rank has contributed to the reduced gradients, and so has finished
-        # the block's backward. The next forward waits for the update.
+        # The weights may be written now, because no rank reads them anymore in this backward: a rank contributes to the
+        # reduced gradients only after its own backward of the block. The next forward waits for the update.
         self._step_runs(numbers)
         self._early.parameters.update(gradient_versions(local_params))
         self._early.settings = _snapshot(self._settings())
@@ -435,8 +436,9 @@ class AdamOffloadOptimizer(AdamOptimizer):
             self._chunks = cut(runs, self._places, self._in_order(self._not_early()))
             self._mover = DeviceUpdate(self._chunks, self._exp_avg_dtype, runs[0].weights.device)
             for state in self._states:
-                # If this were True, AdamOptimizer would compare the float32 masters of unsharded parameters with the
-                # weights in every step, on the host, where the masters are. `_update` compares them on the device.
+                # If `uncounted` were True, AdamOptimizer would compare the float32 masters of unsharded parameters with
+                # the weights in every step, on the host, where the masters are. Instead, `_update` compares them on the
+                # device.
                 state.uncounted = False
         return True
 

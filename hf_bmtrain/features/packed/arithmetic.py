@@ -128,8 +128,8 @@ class Format:
             The scales as `unpack` reads them from `tails`, (cells, 256) float32.
         """
         if self.scale_bits == 32:
-            # `most` is a tensor, because a GPU would compute a division by a Python number as a multiplication by the
-            # number's inverse, which rounds differently.
+            # `most` is a tensor, because a GPU computes a division by a Python number as a multiplication by the
+            # inverse of the number, which rounds differently.
             most = torch.full_like(absmax, _FP8_MOST)
             tails.view(torch.float32).copy_(absmax if self.values else absmax / most)
             return self._scales(tails)

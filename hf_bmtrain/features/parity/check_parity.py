@@ -61,9 +61,8 @@ def check_parity(
 
     Afterwards weights, gradients, buffers, attributes and random generators are as before, even if this function
     raises an error. Tensors that are neither parameters nor buffers are not restored if the model modifies them in
-    place.
-    During the comparison every rank needs memory for two full copies of the weights, one full copy of the gradients,
-    and the optimizer's state for full weights.
+    place. During the comparison every rank needs memory for two full copies of the weights, one full copy of the
+    gradients, and the optimizer's state for full weights.
 
     Args:
         model: the wrapped model.
@@ -73,11 +72,11 @@ def check_parity(
             output is a tensor, the output itself.
         optimizer: a function that returns an optimizer for a list of parameters, such as
             `functools.partial(torch.optim.AdamW, lr=1e-3)`. None uses SGD with lr=0.1.
-        bound: the allowed relative difference, 0 or more. An element may differ by at most `bound` times a reference.
-            For an output or update, the reference is its largest magnitude in the plain step. For a gradient, it is
-            the gradient's largest magnitude plus a fifth of the largest magnitude in all gradients, also in the plain
-            step. An update may differ by one rounding error more: the weight's largest magnitude times its dtype's
-            eps. None allows 1e-10 in float64, 1e-5 in float32, and 2e-2 if weights, outputs or autocast are in 16 bits.
+        bound: the allowed relative difference, 0 or more. An element may differ by at most `bound` times a reference,
+            which is computed from the plain step. For an output or update, the reference is its largest magnitude. For
+            a gradient, it is its largest magnitude plus a fifth of the largest magnitude in all gradients. An update
+            may differ by one rounding error more: the weight's largest magnitude times the eps of its dtype. None
+            allows 1e-10 in float64, 1e-5 in float32, and 2e-2 if weights, outputs or autocast are in 16 bits.
             In 16 bits, correct LoRA layers may exceed this bound, because their original forward rounds intermediate
             results at different points; compare such a model in float32.
         verbose: whether to print the table on rank 0.

@@ -44,9 +44,9 @@ class TrainingState:
         self._hooks = [(hooks, dict(hooks)) for hooks in found]
         self.hooks += sum(map(len, found))
         for hooks in found:
-            hooks.clear()  # in place: autograd refers to this dict
+            hooks.clear()  # in place, because autograd refers to this dict
         for parameter, _ in self._others:
-            parameter.grad = None  # a backward would add to the gradient in place
+            parameter.grad = None  # otherwise a backward would add to the saved gradient in place
         self._states: list[Any] = [module._bmt for module in model.modules() if isinstance(module, CheckpointBlock)]
         self._policies = [state.recompute for state in self._states]
         for state in self._states:

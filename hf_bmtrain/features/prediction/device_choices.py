@@ -31,8 +31,8 @@ def cuda_choices() -> Iterator[None]:
     make = torch.autocast.__init__
 
     # Replace the constructor of torch.autocast, because it raises an error for the meta device. The simulated forward
-    # may call it: PEFT disables autocast around adapters on fused experts, and a sharded model enables autocast if the
-    # program has an Accelerator with mixed precision.
+    # may call it in two cases. PEFT disables autocast around adapters on fused experts. A sharded model enables
+    # autocast if the program has an Accelerator with mixed precision.
     def without_meta(self, device_type, dtype=None, enabled=True, cache_enabled=None) -> None:
         meta = device_type == "meta"
         if meta and enabled:

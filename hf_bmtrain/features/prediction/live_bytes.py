@@ -70,7 +70,7 @@ class LiveBytes(TorchDispatchMode):
         # The numbers of storages that contain a result of torch.all. If the model reads such a result on the host, it
         # gets True, as the class docstring explains.
         self._all: set[int | None] = set()
-        self._count = 0  # the last number given to a storage
+        self._count = 0  # the last number that was given to a storage or workspace (`Change.number`)
 
     def reset_peak(self) -> None:
         self.peak = self.live
@@ -84,8 +84,8 @@ class LiveBytes(TorchDispatchMode):
                 self._follow(storage)
             return result
 
-        # The memory of full parameters is freed and allocated by resizing a storage. Resizing does not call
-        # __torch_dispatch__, so `resize` counts the bytes.
+        # The memory of full parameters is freed and allocated by resizing storages, which does not call
+        # __torch_dispatch__. So replace `resize_` by a function that also counts the bytes.
         torch.UntypedStorage.resize_ = resize  # type: ignore[method-assign]
         return super().__enter__()
 

@@ -88,14 +88,16 @@ class Replay:
     """
 
     def __init__(self, layer: torch.nn.Module) -> None:
-        # This reference is weak, because the layer refers to this object, so a strong one would make a cycle.
+        # The layer refers to this object. A strong reference to the layer would make a cycle, so this one is weak.
         self._layer: torch.nn.Module = weakref.proxy(layer)  # pyright: ignore[reportAttributeAccessIssue]
         self._attributes: Attributes | None = None
-        # {mode (`Attributes.modes`): {buffer: whether forwards in this mode change it}}, for buffers observed so far.
+        # {mode (result of `Attributes.modes`): {buffer: whether forwards in this mode change it}}, for each buffer that
+        # was observed in a forward.
         self._observed: dict[tuple[bool, ...], dict[Place, bool]] = {}
         self._written: set[Place] = set()  # buffers to which forwards write in place
         self._exposed: set[Place] = set()  # buffers to which something writes between a forward and its backward
-        # The buffers of the last forward. The snapshots of forwards whose backward has not run keep them alive.
+        # A weak reference to the Buffers of the last forward. They exist until its backward has run, because the
+        # snapshot of a forward that waits for its backward refers to them.
         self._last: Callable[[], Buffers | None] = lambda: None
 
     def changes_buffers(self) -> bool | None:
@@ -126,8 +128,8 @@ class Replay:
         last = self._attributes
         if last is None or not last.is_present():
             self._attributes = Attributes(list(self._layer.modules()))
-            # If modules were added, removed or exchanged, a Place may now identify a different buffer, so forget what
-            # is known about buffers.
+            # If modules were added, removed or exchanged, a Place may now identify a different buffer. So forget what
+            # earlier forwards have shown about buffers.
             if last is not None and list(map(id, last.buffers)) != list(map(id, self._attributes.buffers)):
                 self._observed, self._written, self._exposed, self._last = {}, set(), set(), lambda: None
             return self._attributes
@@ -176,12 +178,15 @@ class Replay:
         """
         new = buffers.places.keys() - observed.keys()
         last = self._last()
-        if last is not None:  # the last forward waits for its backward: find out what was written to in between
+        if last is not None:  # the last forward waits for its backward: find the buffers that were written since
             self._exposed |= last.written_since()
         modes = attributes.modes() if attributes.norms else ()
-        # Batch norm writes its buffers without incrementing their versions. Comparing values is not enough: they stay
-        # the same if the first input is zero. In evaluation mode, a later forward in training mode may write them. This
-        # is noticed only if it also counts its batches (see `Buffers.written_since`).
+        # Always copy the buffers of batch and instance norms (`norms`), because writes to them may go unnoticed. Such a
+        # write does not increment the version (counter of writes), and may leave the values unchanged, for example if
+        # the first input is zero.
+        # In training mode, these buffers count as written by the forward (`written`). In evaluation mode they also do,
+        # if the norm does not count its batches: a later forward in training mode could write them before the backward,
+        # and `Buffers.written_since` would not notice it.
         norms = {place for place in buffers.places if place[0] in attributes.norms} if modes else set()
         written = (self._written & buffers.places.keys()) | {
             place for place in norms if modes[place[0]] or buffers.dicts[place[0]].get("num_batches_tracked") is None
@@ -361,9 +366,10 @@ class Buffers:
         return found | {place for place in self.places if place[0] in counting} if counting else found
 
     def changed(self, written: set[Place]) -> set[Place]:
-        """Return the buffers that the forward has replaced, removed or written to.
+        """Return all buffers that the forward has changed: those that it has replaced, removed or written to in place.
 
-        written: the buffers to which the forward has been found to write.
+        written: buffers to which the forward has just been found to write. They are included in the result, and so are
+            those of the attribute `written`, which were known before.
         """
         found = {
             (index, name)
@@ -555,8 +561,8 @@ class Snapshot:
         # Restore hooks before calling `is_present`, which returns False if a module that had no hooks when the
         # attributes were saved has some now.
         hooks = self.hooks.restore()
-        # If no attribute has changed since it was saved, which is cheap to check, no copy of the present attributes is
-        # needed: `undo` can restore them from the saved copy.
+        # Often no attribute has changed since it was saved, which is cheap to check. Then the present attributes need
+        # not be copied, because `undo` can restore them from the saved copy.
         attributes = self.attributes
         undo_attributes = None if attributes.is_present() else attributes.restore()
         modes = attributes.set_modes(self.modes)
@@ -686,14 +692,14 @@ class Attributes:
         # For each module: its `__dict__` (None for the layer, whose `__dict__` is found through `_layer`), and the
         # attributes that a forward may change.
         self._modules: list[tuple[dict[str, Any] | None, dict[str, Any]]] = []
-        # A module that torch.compile returns has no `training` of its own: it reads and sets that of the module that it
-        # wraps. A constant takes its place, so that the index of a module is also that of its mode.
+        # A module that torch.compile returns has no attribute `training` of its own: it uses that of the module inside
+        # it. Its entry here is a constant, so that each module has an entry.
         self._inner = [vars(module) if "training" in vars(module) else {"training": True} for module in modules[1:]]
         self.buffers: list[dict[str, torch.Tensor | None]] = [module._buffers for module in modules]
         self.norms = {index for index, module in enumerate(modules) if isinstance(module, _NormBase)}
         self._getters: list[tuple[dict[str, Any] | None, Callable[[dict], Iterable[Any]], int]] = []
         self.hooks: list[dict[int, Any]] = [getattr(module, name) for module in modules[1:] for name in _HOOKS]
-        self._without_hooks: list[dict[int, Any]] = []  # hook dicts of the modules that are left out; empty when saved
+        self._without_hooks: list[dict[int, Any]] = []  # hook dicts, empty now, of the modules that are left out
         children = []
         for module in modules:
             if module._modules:
@@ -750,7 +756,10 @@ class Attributes:
         return values is not None and len(values) == len(known) and not any(map(is_not, values, known))
 
     def modes(self) -> tuple[bool, ...]:
-        """Return the present values of `training` of all modules, first the layer's. (See `_inner`.)"""
+        """Return the present values of `training` of all modules, first the layer's.
+
+        For a module that torch.compile has returned, which has no such attribute of its own, the value is always True.
+        """
         return self._layer().training, *map(_TRAINING, self._inner)  # pyright: ignore[reportOptionalMemberAccess]
 
     def set_modes(self, modes: Sequence[bool]) -> Sequence[bool]:
@@ -896,15 +905,16 @@ def _access(generator: Any) -> tuple[Callable[[], Any], Callable[[Any], Any]]:
     return generator.get_state, generator.set_state
 
 
-# The global generators' states are read before and after every forward that is recomputed. Python needs 10 us to build
-# the state, and NumPy 50 us. Copying the memory in which they store their 624 words, and comparing it with the last
-# copy, takes less than 1 us. So the state is built only if this memory has changed.
+# The states of the global generators are read before and after every forward that is recomputed. `random.getstate`
+# takes 10 us, and `np.random.get_state` 50 us. Copying the memory in which a generator stores its state of 624 words,
+# and comparing this copy with the last one, takes less than 1 us. So these functions are called only if the memory has
+# changed.
 
 
 _python: Any = random.getstate.__self__  # pyright: ignore[reportFunctionMemberAccess]
-_head = object.__basicsize__  # the size of the reference count and the type, after which the words begin
+_head = object.__basicsize__  # bytes of a Python object's header (reference count and type), which its data follows
 _python_words = (ctypes.c_char * (_PlainRandom.__basicsize__ - _head)).from_address(id(_python) + _head)
-_NumpyWords = ctypes.c_char * (4 * (624 + 1))  # the words and the position
+_NumpyWords = ctypes.c_char * (4 * (624 + 1))  # the state's 624 words of 4 bytes, and the position of the next word
 _numpy: Any = np.random.mtrand._rand  # pyright: ignore[reportAttributeAccessIssue]
 _numpy_kept = (ctypes.c_char * (type(_numpy).__basicsize__ - _head)).from_address(id(_numpy) + _head)
 """The memory of NumPy's global generator itself. NumPy draws normal numbers in pairs, and keeps the second one here,

@@ -116,7 +116,7 @@ class TokenCounter:
 
     def __call__(self, module: torch.nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
         for each in (*args, *kwargs.values()):
-            if isinstance(each, torch.Tensor) and each.dtype == torch.int64:  # the indices of the tokens' experts
+            if isinstance(each, torch.Tensor) and each.dtype == torch.int64:  # the indices of each token's experts
                 self.counts.scatter_add_(0, each.reshape(-1), self.switch.expand(each.numel()))
                 return
 

@@ -60,9 +60,9 @@ class SequenceParallel(Extension):
         if plan.late and rows is not None:
             rows.follow(plan.model)
         if not self._blocks:
-            # Undo what an earlier model with shared rows has changed in Accelerate. Do not undo it with `tp_size` (a
-            # grid), because the ranks of a tensor-parallel group may share rows without sequence parallelism. A memory
-            # prediction (on the meta device) reads no data, so it does not change Accelerate at all.
+            # Undo what an earlier model with sequence parallelism has changed in Accelerate's data loaders. There are
+            # two exceptions. With `tp_size` (`grid` is not None), the ranks of a tensor-parallel group may need the
+            # same batches, too. A memory prediction (on the meta device) reads no data, and leaves Accelerate as it is.
             if not plan.late and plan.world.grid is None and plan.world.device.type != "meta":
                 divide_batches(plan.model, plan.world)
             return

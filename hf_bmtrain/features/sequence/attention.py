@@ -112,7 +112,7 @@ def _attend(
     """
     function = _function(inner, module)
     row: Row | None = vars(module).get(ROW)
-    if row is None:  # a model that is not wrapped, but shares the configuration of a wrapped one
+    if row is None:  # the model is not wrapped, but uses the same configuration object as a wrapped model
         return function(_Share(module, inner), query, key, value, attention_mask, **options)
     parts = row.parts
     _check(module, parts, query, key, options)
@@ -127,7 +127,7 @@ def _attend(
     rows = (tensor.to(dtype).permute(2, 0, 1, 3) for tensor in (query, key, value))
     exchanged = heads_from_rows(parts, division, *rows)
     query, key, value = (tensor.permute(1, 2, 0, 3) for tensor in exchanged)
-    if not own:  # there are fewer heads than ranks: this rank has no head, but must still call the collectives
+    if not own:  # this rank has no head (there are fewer heads than ranks), but it must still call the collectives
         output = value.transpose(1, 2)
     else:
         places = heads.repeated(parts.rank)

@@ -60,8 +60,8 @@ def choose_blocks(model: torch.nn.Module, layers: Sequence[torch.nn.Module]) -> 
     towers -= {trunk_of(model, layer) for layer, attentions in found.items() if attentions and layer not in others}
     chosen = []
     for layer, attentions in found.items():
-        # Every rank computes a vision or audio tower in full, also the tower's blocks without attention, such as those
-        # that merge the outputs of others (the deepstack mergers of Qwen3-VL).
+        # Leave out the blocks of a vision or audio tower, which every rank computes in full. Some of them have no
+        # attention, such as those that merge the outputs of other blocks (the deepstack mergers of Qwen3-VL).
         if layer in others or not attentions and trunk_of(model, layer) in towers:
             continue
         reason = _why_not_layer(layer, attentions)
@@ -209,8 +209,8 @@ def _scores(model: Any) -> bool:
     Sequence parallelism does not support such models.
     """
     name = type(model).__name__
-    # A model without a head has one output for each token. Exceptions are models like CLIP, which have one output for a
-    # whole row, and can be recognized by one of these attributes.
+    # A model without a head usually has one output for each token. Models like CLIP, which have one output for a whole
+    # row, can be recognized by one of the two attributes below.
     if "For" not in name and "LMHead" not in name:
         return any(hasattr(model, each) for each in ("logit_scale", "text_projection"))
     head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None

@@ -194,7 +194,7 @@ class _GatherTokens(torch.autograd.Function):
         counts = [len(tokens) * each for tokens in parts.tokens]
         # Use an all-to-all, because ranks may have different numbers of tokens. An all-gather would need padding.
         parts.group.all_to_all(full.view(-1), sent, counts, [first.numel()] * parts.size).wait()
-        return full.transpose(0, 1).contiguous()  # programs call `logits.view(-1, vocabulary)`, which needs this
+        return full.transpose(0, 1).contiguous()  # because programs call `logits.view(-1, vocabulary)` on the result
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor):

@@ -65,8 +65,8 @@ class SharedRows:
         self.size, self._rank = size, current_world().rank % size
         current_world().open_group(size)
         self._parts: Parts | None = None  # the division of the tokens among the ranks in the last forward
-        self._active: Parts | None = None  # the division in the forward that is running, or None
-        self._weight: Tensor | None = None  # factor that corrects a loss which is a mean over this rank's labels
+        self._active: Parts | None = None  # the division in the forward that is running; None outside forwards
+        self._weight: Tensor | None = None  # the factor by which `_after_forward` multiplies this rank's loss, if any
         self._as_tuple = self._in_training = False
         self._rows = 0
         self._handles: list[Any] = []
@@ -121,7 +121,8 @@ class SharedRows:
         trunk.register_forward_pre_hook(self._before_trunk, with_kwargs=True)
         if sets_shape(trunk):
             layers[-1].register_forward_hook(self._after_last_layer)
-        # If the trunk is the outermost module, it also has the hook `_after_forward`, which must run after this one.
+        # If the trunk is the outermost module, it also has the hook `_after_forward`, before which `_after_trunk` must
+        # run.
         trunk.register_forward_hook(self._after_trunk, prepend=True)
 
     # -- before the forward ---------------------------------------------------------------------------------------
@@ -138,7 +139,7 @@ class SharedRows:
                 f"{sorted(name for name, value in given.items() if value is not None)}."
             )
         _refuse_arguments(base, given)
-        for config in self._configs:  # again, because `set_attn_implementation` may have been called since
+        for config in self._configs:  # repeat this, because the user may have called `set_attn_implementation` since
             config._attn_implementation_internal = register(config._attn_implementation)
         rows, length = row.shape[:2]
         if length < self.size:
@@ -210,10 +211,11 @@ class SharedRows:
             count = given.get(_COUNT)
             given[_COUNT] = (present_in_rows if count is None else count) / parts.size
             return
-        # The model computes a mean over labels, and ignores `num_items_in_batch`, also without sequence parallelism.
+        # This model always computes a mean over its labels, and ignores `num_items_in_batch`. So weight this rank's
+        # mean by its share of the labels. `parts.size` cancels the division in the mean over the group's ranks.
         present = own.ne(_IGNORED).sum()
         self._weight = present * parts.size / present_in_rows.clamp(min=1)
-        # A mean over no labels would be nan. Use a mean over one label instead, and multiply it by 0.
+        # If this rank has no labels, the mean would be nan. So give it one label: the factor `self._weight` is 0 then.
         own[0, 0] = torch.where(present == 0, 0, own[0, 0])
 
     def _check_same_rows(self, row: Tensor, labels: Tensor | None) -> None:
@@ -269,7 +271,7 @@ class SharedRows:
             )
         own = torch.zeros_like(mask)
         parts.take(own, 1).copy_(parts.take(mask, 1))
-        kept = own[mask]  # for each feature, whether its token is one of this rank's
+        kept = own[mask]  # for each feature, whether it belongs to one of this rank's tokens
         features = [each[kept.to(each.device)] for each in kwargs["deepstack_visual_embeds"]]
         return args, {**kwargs, "visual_pos_masks": parts.take(mask, 1), "deepstack_visual_embeds": features}
 
@@ -328,13 +330,14 @@ class SharedRows:
         if name == "position_ids":
             return _narrow(parts, value, -1)
         if value.dim() > 1 and value.shape[1] == parts.length:
-            # Hidden states have all tokens only in the input of the first block. Autograd may save a view, which would
-            # keep all tokens in memory, so this rank's tokens are copied. Other arguments are usually the same tensors
-            # for all blocks, so views of them are taken, which need no additional memory.
+            # Copy this rank's tokens of the hidden states. (Only the first block gets hidden states of all tokens.) If
+            # autograd saved a view instead, it would keep all tokens in memory. Other arguments are usually the same
+            # tensors for all blocks. So take views of them, which need no additional memory.
             own = parts.take(value, 1)
             return own.clone() if name == "hidden_states" else own
         places = [dim for dim in range(2, value.dim()) if value.shape[dim] == parts.length]
-        if not places or value.shape[1] == len(parts.own):  # no dimension of tokens, or already only this rank's tokens
+        # Return the value unchanged if no dimension has all tokens, or if dimension 1 has this rank's tokens already.
+        if not places or value.shape[1] == len(parts.own):
             return value
         if len(places) > 1:
             raise NotImplementedError(
@@ -370,7 +373,7 @@ class SharedRows:
             return output
         output = _first(output, lambda hidden: _narrow(parts, hidden, 1))
         states = output.get("hidden_states") if isinstance(output, dict) else None
-        if states:  # the last hidden state may still have all tokens, with zeros in the places of the other ranks'
+        if states:  # the last of them may still be padded with zeros in the places of the other ranks' tokens
             output["hidden_states"] = pytree.tree_map_only(Tensor, lambda each: _narrow(parts, each, 1), states)
         logits = output.get("router_logits") if isinstance(output, dict) else None
         if logits:
@@ -450,7 +453,7 @@ def _by_name(model: torch.nn.Module, base: Any, args: tuple, kwargs: dict[str, A
     base: the model, without PEFT's wrapper.
     """
     signature = inspect.signature(model.forward)
-    # A PeftModel without a task type has only *args, which it passes on to the model inside.
+    # The forward of a PeftModel without a task type has only *args, which it passes on to the model inside.
     if any(each.kind is each.VAR_POSITIONAL for each in signature.parameters.values()):
         signature = inspect.signature(base.forward)
     given = dict(signature.bind_partial(*args, **kwargs).arguments)

@@ -55,7 +55,7 @@ class Groups:
 
     def __init__(self, grid: Grid, device: torch.device, mean: Reduction) -> None:
         self.grid, self.mean = grid, mean
-        # With one group, no two ranks have the same part, so no gradient needs to be sent.
+        # If there is only one group, no two ranks have the same part, so gradients of parts need not be averaged.
         self.across = LocalReduction() if grid.groups == 1 else CollectiveReduction(grid.across, device)
         self._world: World | None = None
 

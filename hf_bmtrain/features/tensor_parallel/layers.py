@@ -353,8 +353,8 @@ class VPEmbedding(DistributedModule):
             )
         others = (tokens < self.start_index) | (tokens >= self.end_index)
         own = F.embedding((tokens - self.start_index).masked_fill(others, 0), self.weight)
-        # Only one rank has the embedding of a token, and the others add zeros. For a token outside the vocabulary, all
-        # ranks add NaN.
+        # The ranks' results are added below. For each token, one rank has the embedding, and the others add zeros. For
+        # a token outside the vocabulary, all ranks add NaN.
         rest = torch.zeros_like(tokens, dtype=own.dtype).masked_fill(outside, torch.nan)
         own = torch.where(others.unsqueeze(-1), rest.unsqueeze(-1), own)
         return add(grid, own) if self.same_rows else add_rows(grid, own)

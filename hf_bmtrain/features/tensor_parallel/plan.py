@@ -39,8 +39,8 @@ def _has_parts(model: torch.nn.Module) -> bool:
     True for a model with layers such as bmt.nn.ColumnParallelLinear, for a model that `auto_wrap` has split, and for a
     copy of such a model. These models are not split again by a tensor-parallel plan.
     """
-    # Check the attribute and not the class, because a deep copy of a split parameter is a plain Parameter, but has the
-    # attribute.
+    # Check the attribute `storage_kind`, not the parameter's class: a deep copy of a split parameter is a plain
+    # Parameter, but it has the attribute.
     return any(isinstance(getattr(each, "storage_kind", None), Part) for each in model.parameters())
 
 
@@ -74,10 +74,9 @@ class TensorParallel(Extension):
     """
 
     def __init__(self, options: Options) -> None:
-        # sequence_parallel would divide the tokens of a row between consecutive ranks. But with tp_size, consecutive
-        # ranks form a group that computes the same tokens with different parts of the weights.
-        # quantize_frozen would shard rank 0's weights over all ranks. But rank 0 has only its own part of each split
-        # weight.
+        # Two options do not work with tp_size. sequence_parallel divides the tokens of a row between consecutive ranks,
+        # but with tp_size, consecutive ranks compute the same tokens with different parts of the weights.
+        # quantize_frozen shards rank 0's weights over all ranks, but rank 0 has only its own part of each split weight.
         unfit = {"sequence_parallel": options.sequence_parallel > 1, "quantize_frozen": options.quantize_frozen}
         self._unfit = [name for name, asked in unfit.items() if asked]
         self._float8, self._plans = bool(options.float8), options.use_checkpoint == "auto"
@@ -169,16 +168,16 @@ class TensorParallel(Extension):
         grid = plan.world.grid
         if grid is None:
             return
-        # With split layers, all ranks must recompute the same blocks, so use_checkpoint='auto' (`_plans`) would have to
-        # choose these blocks for all ranks together. But with an uneven model, each rank chooses by itself.
+        # Split layers issue collectives, so all ranks must recompute the same blocks. use_checkpoint='auto' (`_plans`)
+        # cannot ensure this for an uneven model, because each rank then chooses by itself.
         if self._plans and getattr(plan.model, "_uneven", False):
             raise ValueError(
                 f"auto_wrap: with tp_size, use_checkpoint='auto' does not support {type(plan.model).__name__}, because "
                 "the ranks may run different parts of this model. Pass use_checkpoint=True or use_checkpoint=False."
             )
         plan.world.schedule.collective_layers = True
-        # Look for the hooks of split layers, not at `self._modules`: in a copy of a split model, whose layers are split
-        # already, `choose` has chosen no modules.
+        # Look for the hooks of split layers. `self._modules` is not enough: for a copy of a split model, whose layers
+        # are split already, it is empty.
         split = any(
             _share_input in each._forward_pre_hooks.values() or _add_outputs in each._forward_hooks.values()
             for each in plan.model.modules()
@@ -203,7 +202,8 @@ def _check_same_inputs(model: torch.nn.Module, args: tuple, kwargs: dict[str, An
     integers = [each for each in values if not each.is_floating_point() and not each.is_complex()]
     if grid is None:
         return
-    # A rank without such tensors takes part, too, because the other ranks of its group may have some and wait for it.
+    # A rank without integer or bool tensors must join the all-gather below, too, because other ranks of its group may
+    # have such tensors, and would wait for it.
     digests = torch.cat([digest(each) for each in integers] or [torch.empty(0, dtype=torch.int64, device=world.device)])
     total = (digests * torch.arange(1, len(digests) + 1, device=digests.device)).sum()
     mine = torch.stack([total, total.new_tensor(len(digests))])
@@ -320,6 +320,6 @@ def _add_outputs(module: torch.nn.Module, args: Any, output: torch.Tensor) -> to
 
 
 # Deep copies of a sharded model lose the hooks of this package, except those with the attribute STAYS. A copy of a
-# split layer needs its hook, because it has only this rank's part of the weight.
+# split layer still has only this rank's part of the weight, so it needs the hooks that communicate.
 for _hook in (_share_input, _add_outputs, _check_same_inputs):
     setattr(_hook, STAYS, True)

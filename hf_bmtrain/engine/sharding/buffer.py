@@ -389,13 +389,13 @@ class ShardedBuffer:
                 own Parameter object with its own version counter. The caller must check these counters, and pass the
                 Parameters that were written.
         """
-        dtype, written = self.shard.dtype, [*copies]
+        dtype, written, sharded = self.shard.dtype, [*copies], self.sharded
         for full in self.full_params:
             if full.dtype is not dtype:
                 self._refuse_cast()
-            if full._version:
+            if sharded and full._version:
                 written.append(full)
-        if written and self.sharded:
+        if written and sharded:
             raise RuntimeError(
                 f"The forward modified sharded parameters in place (shapes {[tuple(full.shape) for full in written]}"
                 f"). They are sharded over {self.communicator.size} rank(s), so the change would be lost, or would "

@@ -314,8 +314,8 @@ def _open_all(
     if smallest is None:
         return found
     members = divided.members
-    # Create two objects, one for all-gathers (`pulled`) and one for reductions (`pushed`). On a GPU, each copies on its
-    # own stream, so that their copies do not wait for each other.
+    # Create two objects, one for all-gathers (`pulled`) and one for reductions (`pushed`). On GPUs, each copies on
+    # streams of its own, so that their copies do not wait for each other.
     pulled, pushed = (HostMemory() if device.type == "cpu" else CudaMemory(device) for _ in range(2))
 
     def exchange(value: Any) -> list[Any]:

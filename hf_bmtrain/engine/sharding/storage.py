@@ -144,8 +144,8 @@ class Storage:
         if self.full is None:
             for full, parameter in zip(buffer.full_params, parameters):
                 full.copy_(parameter)
-            # This rank stores all elements. If other hosts do so, too (one rank on each host, and every host stores all
-            # shards), the broadcast gives them rank 0's values. Otherwise there is no receiver, and it does nothing.
+            # This rank stores all elements. If each host has one rank, and every host stores all elements, the
+            # broadcast gives rank 0's values to the other hosts. Otherwise there is no receiver, and it does nothing.
             buffer.communicator.broadcast(buffer.shard, 0).wait()
             return
         flat = self.full.allocate().zero_()
@@ -237,8 +237,9 @@ class Storage:
         """
         return self.full is not None and shares_storage(tensor, self.full.tensor, self.buffer.shard)
 
-    # With tensor parallelism, a full parameter may be one part of a larger tensor, which is called whole here. The
-    # other parts are full parameters of other ranks. State dicts contain whole tensors, and initializers fill them.
+    # With tensor parallelism, a full parameter may be one part of a larger tensor, and the other parts are full
+    # parameters of other ranks. The following methods call the larger tensor `whole`. State dicts contain whole
+    # tensors, and initializers fill whole tensors.
 
     def whole_shape(self, index: int) -> torch.Size:
         """Return the shape that parameter `index` had before tensor parallelism split it.

@@ -84,7 +84,8 @@ def _set_recompute(states: Sequence[weakref.ref[BlockState]], on: bool, *args, *
     store = current_world().layer_features.inputs() if on and offload else None
     for state in blocks:
         state.recompute = ALWAYS if on else NEVER
-        # Without a new store, keep the one that auto_wrap(offload_activations=True) has set.
+        # `store` is None unless `offload` was requested in this call. In this case, keep the present value, which
+        # auto_wrap(offload_activations=True) may have set.
         state.inputs = store or state.inputs
 
 

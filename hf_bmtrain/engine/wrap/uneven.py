@@ -93,7 +93,8 @@ def _why_uneven(plan: WrapPlan, chains: Sequence[Chain]) -> str | None:
     dropping = [type(module).__name__ for module in plan.root if drops_layers(module)]
     if dropping:
         return f"{dropping[0]} drops layers at random"
-    # Ignore dicts: if a model has no `config`, PEFT sets this attribute to a dict.
+    # Ignore a `config` that is a dict. PEFT adds such a dict to models without `config`, so it is no sign that parts of
+    # the model have different configurations.
     found = (each for module in plan.root if not isinstance(each := getattr(module, "config", None), dict))
     configs = dict.fromkeys(type(config).__name__ for config in found if config is not None)
     if len(configs) > 1:

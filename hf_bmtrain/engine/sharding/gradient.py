@@ -255,8 +255,8 @@ class GradientBuffer:
         gradients = [full.grad if required else None for full, required in zip(self._full_params, self.requires_grad)]
         for full in self._full_params:
             full.grad = None
-        # Record a change of `requires_grad` in the collective log, which the ranks compare. If only some ranks had
-        # frozen a parameter, they would contribute zeros to its mean.
+        # Record a change of `requires_grad` in the collective log, which the ranks compare. They thus notice if only
+        # some ranks have frozen a parameter. These ranks would contribute zeros to the parameter's mean gradient.
         if self.requires_grad != self._noted_require_grad:
             self._noted_require_grad = list(self.requires_grad)
             self._communicator.collective_log.note(code("change of requires_grad in", self.number))

@@ -122,8 +122,8 @@ class Storage:
         if self.full is not None and local_range.length < shape.numel():
             return self.full.view(buffer.layout.offsets[index], shape)
         # The full parameter is a view of the shard. If the shard is the full buffer (with a single rank), the two share
-        # a version counter. Otherwise `.data` gives the view its own counter, so that an optimizer's write to the shard
-        # is not mistaken for a write to the full parameter in a forward, which is refused.
+        # a version counter. Otherwise `.data` gives the view its own counter. The counter shows whether a forward has
+        # written to the full parameter, which is refused. An optimizer's write to the shard must not increment it.
         shard = buffer.shard if self.full is None else buffer.shard.data
         return shard[local_range.shard_start : local_range.shard_stop].view(shape)
 
@@ -232,8 +232,8 @@ class Storage:
         all-gathered again if it was resharded.
 
         False if the shard is the full buffer, because nothing is freed then. Otherwise, the result is also True for a
-        view of the shard: on a rank that stores all elements of a parameter, the full parameter is such a view. It
-        stays valid there, but the result must be the same on every rank.
+        view of the shard: on a rank that stores all elements of a parameter, the full parameter is such a view. The
+        view stays valid there, but the result must be the same on every rank.
         """
         return self.full is not None and shares_storage(tensor, self.full.tensor, self.buffer.shard)
 

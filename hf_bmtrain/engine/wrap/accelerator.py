@@ -85,7 +85,7 @@ def check_trainer(model: torch.nn.Module, size: int) -> None:
         frame = frame.f_back
     if frame is None:
         return
-    # Read `f_locals` of this frame only, not of the frames between. Before Python 3.13, reading `f_locals` stores
+    # Read `f_locals` of this frame only, not in the loop above. Before Python 3.13, reading `f_locals` stores
     # references to all local variables in the frame. These references may keep objects of the program alive.
     trainer = frame.f_locals["self"]
     # Raise nothing if the Trainer only calls the sharded `model` and trains another one. In distillation, for example,

@@ -164,7 +164,7 @@ class ModelHook:
 
 
 def _is_sharded(kind: type) -> bool:
-    """Return whether `kind`, the type of a value in a module's `_parameters`, is that of a sharded parameter or None.
+    """Return whether an entry of the class `kind` in a module's `_parameters` is a sharded parameter or None.
 
     A parameter of any other class was added after the model was sharded, or is a full parameter, which is there only
     while the forward of its block runs.

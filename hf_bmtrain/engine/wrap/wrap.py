@@ -198,7 +198,7 @@ def _link(
     compile: the keyword arguments of torch.compile, with which the blocks are compiled; None to not compile them.
     """
     for module_list in lists:
-        # Do not change the class of a list whose class is a subclass of ModuleList: it would lose its own methods.
+        # If the user has defined a subclass of ModuleList, keep it, because the list would lose the subclass's methods.
         if type(module_list) is torch.nn.ModuleList:
             module_list.__class__ = TransformerBlockList
     for chain in chains:

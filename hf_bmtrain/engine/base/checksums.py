@@ -100,7 +100,7 @@ class _Crc:
             self._add_text(f"{type(value).__name__} of {len(value)}")
             for held in value:
                 self.add(held)
-        elif hasattr(value, "__dict__"):  # such as an object in the state of an LR scheduler
+        elif hasattr(value, "__dict__"):  # for example, an object in the state of an LR scheduler
             self._add_object(value)
         else:
             has_address = type(value).__repr__ is object.__repr__

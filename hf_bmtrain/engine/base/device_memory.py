@@ -47,6 +47,7 @@ class DeviceMemory:
         return most - max(_SMALLEST_RESERVE, total // 20)
 
     def _current(self, name: str) -> int:
-        # Do not call `memory_allocated` or `memory_reserved`: they would sort all of the allocator's statistics.
+        # `torch.cuda.memory_allocated` and `memory_reserved` would return the same, but are slower: each call sorts all
+        # of the allocator's statistics.
         statistics = self._module.memory_stats_as_nested_dict(self._device)
         return statistics[name]["all"]["current"] if statistics else 0

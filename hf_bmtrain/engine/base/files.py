@@ -115,7 +115,9 @@ def _temporary_folder(path: Path) -> Iterator[Path]:
         with open(unlocked, "w") as held:
             with contextlib.suppress(OSError):  # a file system without locks: `_is_abandoned` then returns False
                 fcntl.flock(held, fcntl.LOCK_EX)
-            unlocked.rename(folder / _LOCK)  # not before, or another process could lock it first and delete the folder
+            # Give the file its final name only after it is locked. Another process that finds an unlocked file of this
+            # name assumes that this process was killed, and deletes the folder.
+            unlocked.rename(folder / _LOCK)
             yield folder
     finally:
         shutil.rmtree(folder, ignore_errors=True)

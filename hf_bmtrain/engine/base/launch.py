@@ -63,7 +63,7 @@ def import_cupy() -> Any:
     """Import and return CuPy. If this fails, raise a RuntimeError that names the extra of hf_bmtrain to install."""
     try:
         import cupy
-        from cupy.cuda import nvrtc  # noqa: F401  (fails if the wheel is for a different CUDA version)
+        from cupy.cuda import nvrtc  # noqa: F401  (fails if CuPy was built for a different CUDA version)
     except ImportError as error:
         major = (torch.version.cuda or "13").split(".")[0]
         raise RuntimeError(
@@ -301,7 +301,8 @@ def pack(name: str, signature: Sequence[Argument], values: Sequence[Any], device
             f"the code that launches it passes {len(values)}. This is a bug in hf_bmtrain, not in your program."
         )
     packed = []
-    for argument, value in zip(signature, values):  # every launch runs this, so messages are formatted only for errors
+    # Every launch runs this loop. To save time, error messages are formatted only when an error is found (`_wrong`).
+    for argument, value in zip(signature, values):
         if not argument.pointer:
             kinds, convert = _SCALARS[argument.c_type]
             if not isinstance(value, kinds) or isinstance(value, bool):
@@ -357,7 +358,9 @@ class Kernel:
         self.signature = variant.signature(name)
         self._written = [place for place, argument in enumerate(self.signature) if argument.written]
         self.function = self.cupy.RawModule(path=str(cached_cubin(variant, arch))).get_function(name)
-        self.shared_limit = 48 << 10  # maximum bytes of dynamic shared memory; increased when a launch needs more
+        # The maximum number of bytes of dynamic shared memory per thread block. CUDA's default is 48 KiB. `__call__`
+        # raises the limit when a launch needs more.
+        self.shared_limit = 48 << 10
 
     def __call__(self, grid: int, block: int, *values: Any, shared_memory: int = 0) -> None:
         """Launch the kernel on torch's current stream, without waiting for the device.

@@ -112,7 +112,8 @@ def has_global_hooks() -> bool:
     hooks. So such code calls this function first, and calls the layer if the result is True. Torch's public functions
     can register global hooks, but cannot list them.
     """
-    module: Any = torch.nn.modules.module  # its `_has_any_global_hook` would do this, but is missing in torch 2.6
+    # In later versions, `torch.nn.modules.module._has_any_global_hook` returns the same, but torch 2.6 lacks it.
+    module: Any = torch.nn.modules.module
     return bool(
         module._global_forward_hooks
         or module._global_forward_pre_hooks
@@ -193,17 +194,19 @@ def compile_reason(error: Exception) -> str:
 
     error: the exception that torch.compile raised, an instance of one of the classes in `compile_errors()`.
     """
-    if type(error).__name__ == "FailOnRecompileLimitHit":  # its message only mentions fullgraph=True, not this limit
+    # The message of this error does not mention the limit, only fullgraph=True.
+    if type(error).__name__ == "FailOnRecompileLimitHit":
         return "it needs more graphs than torch._dynamo.config.recompile_limit allows"
-    lines = 2 if type(error).__name__ == "BackendCompilerFailed" else 1  # its first line names only the backend
+    # The first line of a BackendCompilerFailed names only the backend. The second line gives the reason.
+    lines = 2 if type(error).__name__ == "BackendCompilerFailed" else 1
     return " ".join(str(error).strip().split("\n")[:lines]) or type(error).__name__
 
 
 def mode_options(mode: str) -> dict[str, Any]:
     """Return the compiler options that torch.compile sets for its argument `mode`, such as {"triton.cudagraphs": True}.
 
-    They come from `torch._inductor.list_mode_options`, which torch documents. It is imported only when this function is
-    called, because the import takes a second.
+    The options come from `torch._inductor.list_mode_options`, which torch documents. It is imported inside this
+    function, because the import takes a second.
     """
     from torch._inductor import list_mode_options
 
@@ -267,8 +270,9 @@ equivalent."""
 def unwrapped(optimizer: Any) -> torch.optim.Optimizer:
     """Return the optimizer inside wrappers such as Accelerate's, or `optimizer` itself if it is not wrapped.
 
-    A wrapper is a torch.optim.Optimizer with an attribute `optimizer`, whose state is also its own. (Schedulers have
-    such an attribute, too, but are no wrappers. An optimizer with other state than the one inside it is none, either.)
+    An optimizer counts as a wrapper if its attribute `optimizer` is another torch.optim.Optimizer, and if both have the
+    same `state` dict. An optimizer with a separate `state` does not count. Neither does an LR scheduler: it has an
+    attribute `optimizer`, but is not a torch.optim.Optimizer.
     """
     while isinstance(optimizer, torch.optim.Optimizer):
         inner = getattr(optimizer, "optimizer", None)
@@ -281,7 +285,7 @@ def unwrapped(optimizer: Any) -> torch.optim.Optimizer:
 def state_dict_hooks(optimizer: torch.optim.Optimizer) -> list[Callable[..., Any]]:
     """Return the hooks that run at the end of `optimizer.state_dict()`. torch can register them, but not list them.
 
-    The list is empty for an optimizer that does not call `Optimizer.__init__`, as some wrappers of other packages.
+    The list is empty for an optimizer that did not call `Optimizer.__init__`, such as some wrappers in other packages.
     """
     return list(getattr(optimizer, "_optimizer_state_dict_post_hooks", {}).values())
 
@@ -295,15 +299,17 @@ def has_load_hooks(optimizer: torch.optim.Optimizer) -> bool:
 def load_hooks(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> Iterator[dict[str, Any]]:
     """Context manager that runs an optimizer's `load_state_dict` hooks: the pre-hooks on entry, the post-hooks on exit.
 
-    Inside the context, torch's `load_state_dict` runs no hooks. So a subclass of Optimizer can pass only a part of the
-    state to torch's method, although its pre-hooks have got the complete state.
+    Inside the context, torch's `load_state_dict` runs no hooks. A subclass of Optimizer uses this to pass only a part
+    of the state to torch's method, while its pre-hooks still get the complete state.
 
     optimizer: the optimizer.
     state_dict: the complete state. The context manager yields a copy of this dict, or what a pre-hook has returned
         instead.
     """
     before, after = optimizer._optimizer_load_state_dict_pre_hooks, optimizer._optimizer_load_state_dict_post_hooks
-    state_dict = state_dict.copy()  # as in torch, hooks may add or remove entries
+    # The pre-hooks may add or remove entries. Copy the dict, as torch's `load_state_dict` does, so that the caller's
+    # dict does not change.
+    state_dict = state_dict.copy()
     for hook in list(before.values()):
         result = hook(optimizer, state_dict)
         state_dict = state_dict if result is None else result

@@ -28,8 +28,8 @@ class _EnterBackward(torch.autograd.Function):
     def forward(ctx, before: Callable[[Any], None], token: Any, *outputs: torch.Tensor):
         ctx.before, ctx.token = before, token
         ctx.set_materialize_grads(False)
-        # Without detach(), this would return the inputs themselves. Autograd would turn them into views that code after
-        # the layer may not modify in place.
+        # Without detach(), this function would return its own arguments. Autograd would turn them into views that code
+        # after the layer may not modify in place.
         return tuple([output.detach() for output in outputs])
 
     @staticmethod

@@ -68,8 +68,8 @@ class CheckpointBlock(ShardedModule):
         world.layer_features.check(use_checkpoint)
         level = world.zero_level if zero_level is None else zero_level
         check_zero_level(level)
-        # If the last backward has failed, its model may be deleted by now. Drop the gradients and pending reductions of
-        # that backward, which the schedule still holds.
+        # If the last backward has failed, the schedule still refers to its blocks, gradients and pending reductions.
+        # Drop these references: the user may have deleted that model, and its memory could otherwise not be freed.
         world.schedule.discard_failed_backward()
         facts = {"zero_level": level, "use_checkpoint": use_checkpoint, **tensor_facts(layer)}
         world.check_same_on_all_ranks("CheckpointBlock", facts)
@@ -106,13 +106,15 @@ class CheckpointBlock(ShardedModule):
             state.own_forward = state.eager_forward  # compile the layer's forward again, not the compiled function
         state.eager_forward = state.own_forward
         make = current_world().layer_features.compile
-        owner = weakref.ref(state)  # weak, to avoid a cycle: `state` refers to `recomputed` through `graphs`
+        # `state` refers to the function `recomputed` (through `graphs`). This reference to `state` is weak, because a
+        # strong one would form a reference cycle.
+        owner = weakref.ref(state)
 
         def recomputed(function: Callable) -> Callable:
             block = owner()
             assert block is not None
-            # `function` calls torch's checkpoint around the forward. With graph breaks, this call would run uncompiled,
-            # so forbid them (fullgraph=True).
+            # `function` runs the forward inside torch's checkpoint, which must be compiled together with the forward.
+            # After a graph break, the checkpoint would run uncompiled. So forbid graph breaks (fullgraph=True).
             return make(function, block, {**kwargs, "fullgraph": True})
 
         if state.own_forward is not None:
@@ -249,7 +251,7 @@ class TransformerBlockList(torch.nn.ModuleList):
             there are several.
     """
 
-    num_hidden: int = 1  # for lists that `wrap` turns into this class without calling __init__
+    num_hidden: int = 1  # the value for lists that `wrap` turns into this class without calling __init__
 
     def __init__(self, modules: Iterable[torch.nn.Module], num_hidden: int = 1) -> None:
         wanted = "at least 1 (the number of hidden states that are passed from block to block)"
@@ -364,9 +366,9 @@ class TransformerBlockList(torch.nn.ModuleList):
 
         If the change raises an error, the list gets its former items back.
 
-        The links are cleared before the change. They are weak references, so a removed block would be prefetched until
-        it is freed. If it is in a reference cycle, it is freed by the garbage collector, earlier on some ranks than on
-        others. Only some ranks would then prefetch it.
+        The links are cleared before the change. Otherwise, the neighbors of a removed block would prefetch it until it
+        is freed, because the links are weak references. A block in a reference cycle is freed by the garbage collector,
+        earlier on some ranks than on others. Only some ranks would then prefetch it.
         """
         present, saved = self._modules, dict(self._modules)
         blocks: list[Any] = [block for block in self if isinstance(block, CheckpointBlock)]

@@ -89,7 +89,8 @@ class BlockState:
     pending: int = field(default=0, init=False)
     left: weakref.WeakSet[ShardedBuffer] = field(default_factory=weakref.WeakSet, init=False)
     _open: bool = field(default=False, init=False)  # whether the slots are set to full parameters
-    _entered: bool = field(default=False, init=False)  # backward reached the block, but has not reduced its gradients
+    # whether backward has reached the block, and has not yet started to reduce its gradients
+    _entered: bool = field(default=False, init=False)
     _recomputed: bool = field(default=True, init=False)  # whether backward recomputes the last training forward
     # whether backward recomputes the last training forward that ran inside saved-tensor hooks
     _recomputed_in_hooks: bool = field(default=True, init=False)
@@ -113,13 +114,13 @@ class BlockState:
         """
         layer_forward = self.own_forward or layer_forward
         if self.schedule.in_backward and not inside_reentrant_checkpoint():
-            # Either a checkpoint around the block recomputes an earlier call of the block, or this is a new forward.
-            # It is a recomputation if the block was called in the forward whose backward is running (`was_recorded`).
-            # Otherwise (the block was not called in that forward, or that forward is not known), it is a recomputation
-            # if an earlier call of the block is still waiting for its backward (`pending`), and the saved-tensor hooks
-            # of a non-reentrant checkpoint are active. For example, a reentrant checkpoint runs its second forward
-            # during the backward, and that forward may have called the block inside a non-reentrant checkpoint. torch
-            # 2.6 cannot report hooks, so assume that they are active.
+            # The block is called during a backward. Either a checkpoint around the block recomputes an earlier call of
+            # the block, or this is a new forward. It counts as a recomputation in two cases:
+            # * The forward whose backward is running has called the block (`was_recorded`).
+            # * An earlier call of the block still waits for its backward (`pending`), and saved-tensor hooks are
+            #   active, as in a non-reentrant checkpoint. For example, a reentrant checkpoint runs its second forward
+            #   during the backward, and that second forward has called the block inside a non-reentrant checkpoint.
+            # torch 2.6 cannot report whether hooks are active. There, assume that they are.
             hooked = top_saved_tensors_hooks is None or top_saved_tensors_hooks(True) is not None
             if self.schedule.was_recorded(self) or (self.pending and hooked):
                 return self._recompute_for_others(layer_forward, args, kwargs)
@@ -203,7 +204,9 @@ class BlockState:
             graphs = self.graphs
             assert graphs is not None
             try:
-                with self.replay.record(args, kwargs):  # raises an error if this forward changes buffers after all
+                # `_kept_in_graph` allows the graph only if earlier forwards have not changed the layer's buffers. If
+                # this forward writes to a buffer nevertheless, `record` raises an error.
+                with self.replay.record(args, kwargs):
                     return self._inside(lambda *args, **kwargs: graphs.run(keeps, args, kwargs), *args, **kwargs)
             except CannotRecompute as reason:
                 _log_once(_WHOLE_FORWARD, str(reason))
@@ -266,7 +269,9 @@ class BlockState:
             return None
         trained = any(buffer.gradient.trainable for buffer in self.buffers)
         if not trained and next(tensors_in((*args, *kwargs.values()), set(), []), None) is None:
-            return None  # without a backward, torch cannot compile a checkpoint that contains random operators
+            # Nothing requires a gradient, so there will be no backward. torch.compile cannot compile a checkpoint with
+            # random operators in this case.
+            return None
         if top_saved_tensors_hooks is None:
             _log_once(_WHOLE_FORWARD, "torch before 2.7 cannot tell whether saved-tensor hooks are active")
             return None
@@ -329,7 +334,7 @@ class BlockState:
         run = functools.partial(self._inside, layer_forward, **kwargs)
         try:
             return checkpoint(run, *args, use_reentrant=False) if self._recomputed_in_hooks else run(*args)
-        finally:  # also after an exception, which torch raises to end a recomputation early
+        finally:  # torch ends a recomputation by an exception as soon as all tensors that backward needs are computed
             if closed:
                 self.show_local()
                 if self.zero_level == 3:
@@ -415,7 +420,7 @@ class BlockState:
 
     def show_local(self) -> None:
         for parameters, name, _, local in self.slots:
-            if name in parameters:  # otherwise it was deleted: see `forget_deleted`
+            if name in parameters:  # False if the parameter was deleted from its module (see `forget_deleted`)
                 parameters[name] = local
         self._open = False
 

@@ -77,7 +77,7 @@ def _let_out(module: DistributedModule, group: Sequence[OnDemandGather], inputs:
             gather.unwatched = True
 
 
-_let_out_untraced = disable_compiler(_let_out)  # it compares memory addresses, which torch.compile cannot trace
+_let_out_untraced = disable_compiler(_let_out)  # torch.compile cannot trace its comparison of memory addresses
 
 
 _LISTING = frozenset({"parameters", "named_parameters", "named_modules", "_named_members"})

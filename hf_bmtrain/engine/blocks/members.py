@@ -24,7 +24,7 @@ class _End:
 
 
 class _Gone:
-    """The class of one object, which is freed at once, so that `_NONE`, a weak reference to it, returns None.
+    """A class whose only instance is freed at once. `_NONE`, a weak reference to this instance, therefore returns None.
 
     In a list of weak references, `_NONE` is used in place of None, to which there can be no weak reference.
     """
@@ -51,16 +51,18 @@ class Members:
 
     def _drop(self) -> None:
         """Drop the lists, so that they keep no removed module in memory. The next `update` rebuilds them."""
-        self._held: list[Any] = []  # `values()` of the non-empty `_modules` and `_parameters`
-        # The `_modules` and `_parameters` that were empty at the last listing. They are in a separate list, so that
-        # `update` can find out whether one has entries now without a loop over them in Python.
+        # The `values()` of the modules' dicts `_modules` and `_parameters` that were not empty at the last listing.
+        self._held: list[Any] = []
+        # The dicts `_modules` and `_parameters` that were empty at the last listing. They are in a separate list, so
+        # that `any` tells `update` whether one of them has entries now, without a loop in Python.
         self._empty: list[dict[str, Any]] = []
-        # Weak references to the items of `_values()` at the last listing. The initial value never equals these items,
-        # because they end with `_End`, so the first call of `update` builds the lists.
+        # Weak references to the items of `_values()` at the last listing. These items always end with `_End`. The
+        # initial value does not, so the first call of `update` finds a difference and builds the lists.
         self._seen: list[Any] = [_NONE]
         self._parameters: list[weakref.ref[torch.nn.Parameter]] = []
         self._attributes: list[dict[str, Any]] = []  # the `__dict__` of each submodule
-        # Whether no class of the modules overrides `train`, and each dict in `_attributes` has the key "training".
+        # Whether `are_in` can rely on the attributes "training": no class of the modules overrides `train`, and each
+        # dict in `_attributes` has the key "training".
         self._plain = False
 
     def update(self, module: torch.nn.Module) -> bool:
@@ -72,7 +74,8 @@ class Members:
             return False
         modules = list(module.modules())
         dictionaries = [each for part in modules for each in (part._modules, part._parameters)]
-        # The deletion of a listed module or parameter drops the lists. The weak reference to `self` avoids a cycle.
+        # When a listed module or parameter is freed, the weak reference to it in `_seen` calls `drop`, which empties
+        # the lists. `drop` refers to `self` only weakly, because a strong reference would form a cycle.
         drop = functools.partial(_drop, weakref.ref(self))
         self._drop()
         self._held = [each.values() for each in dictionaries if each]
@@ -81,7 +84,8 @@ class Members:
         self._parameters = list(map(weakref.ref, torch.nn.Module.parameters(module)))
         self._attributes = [vars(part) for part in modules if part is not module]
         self._plain = not any(overrides(type(part), "train") for part in modules)
-        self._plain &= all("training" in each for each in self._attributes)  # modules of TorchScript have it elsewhere
+        # TorchScript modules store "training" elsewhere.
+        self._plain &= all("training" in each for each in self._attributes)
         return True
 
     def parameters(self) -> list[torch.nn.Parameter]:

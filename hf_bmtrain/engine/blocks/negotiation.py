@@ -77,7 +77,7 @@ class Negotiation:
         """
         self._control, self._reduce = control, reduce
         self._units = 0
-        self._requests: dict[int, _Requests] = {}  # by the number of the flat buffer
+        self._requests: dict[int, _Requests] = {}  # {number of a flat buffer: the numbers of its collectives}
         # {number of a collective: a function with which this rank takes part in the collective}. The function is called
         # if other ranks have requested the collective and this rank has not.
         self._served: dict[int, Callable[[], None]] = {}

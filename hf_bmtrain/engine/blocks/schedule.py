@@ -178,7 +178,9 @@ class ForwardPass:
     def _reached(self, gradient: torch.Tensor) -> None:
         if torch.is_grad_enabled():
             raise double_backward()
-        if self.token is not None:  # None: a backward inside the forward, for which the parameters are still unsharded
+        # The token is None while the forward is still running. A backward that starts inside the forward need not
+        # gather root parameters, because those that it reads are still unsharded.
+        if self.token is not None:
             self.before_backward(self.token)
 
     def check_unwritten(self) -> None:
@@ -301,9 +303,10 @@ class Schedule:
         # ones, a block that was removed from the model would disappear when a rank's garbage collector runs, so that
         # the ranks might prefetch different blocks.
         self._orders: weakref.WeakKeyDictionary[torch.nn.Module, Order] = weakref.WeakKeyDictionary()
-        # The gradients whose reductions have been started but not yet waited for: one list for each call of `send`.
+        # The gradients whose reductions have been started but not yet waited for: one list for each call of `_start`.
         self._pending: deque[list[GradientBuffer]] = deque()
-        # The gradients for which it is still unknown whether another rank used parameters that this rank did not use.
+        # The gradients with parameters that this rank did not use in this backward, while it is unknown whether another
+        # rank used them. `_decide` empties the list.
         self._undecided: list[GradientBuffer] = []
 
     # -- observers ----------------------------------------------------------------------------------------------
@@ -518,8 +521,8 @@ class Schedule:
                 buffer.gather()
                 continue
             self.negotiation.before_gather(buffer, entry)
-            # The collective log, which the ranks compare, records the grad mode of each all-gather. Here, ranks may
-            # have different grad modes, which is no error. So let all ranks record the same one.
+            # The collective log, which the ranks compare, records the grad mode of each all-gather. Ranks that enter
+            # different blocks may have different grad modes, which is no error. So let all ranks record the same mode.
             with torch.enable_grad():
                 buffer.gather()
 
@@ -612,7 +615,7 @@ class Schedule:
         """
         task = current_graph_task()
         if forward_pass is not None and forward_pass not in self._passes.get(task, ()):
-            if forward_pass.token is not None:  # otherwise this backward runs inside the forward
+            if forward_pass.token is not None:  # None if the forward is still running, and this backward inside it
                 forward_pass.before_backward(forward_pass.token)
         self._members_of(task)[member] = None
 
@@ -782,10 +785,10 @@ class Schedule:
 
     def _start(self, gradients: list[GradientBuffer], ahead: int = 0) -> None:
         """Start to reduce `gradients`, after waiting for all earlier reductions but those of the last `ahead` calls."""
-        # `_receive` calls gradient hooks, which may be collective, so all ranks must receive a gradient at the same
-        # point. If ranks may enter different blocks, they call `make_room` at different points. `ahead` is then 0: all
-        # earlier gradients are received here, at a point that all ranks reach together, and none are left to
-        # `make_room`.
+        # `_receive` calls gradient hooks, which may be collective. So all ranks must receive a gradient at the same
+        # point of the backward. Usually, the last `ahead` reductions are left for `make_room` to receive. But if ranks
+        # may enter different blocks, they call `make_room` at different points. Callers then pass ahead=0: all earlier
+        # gradients are received here, at a point that all ranks reach together.
         self._receive(ahead)
         for gradient in gradients:
             if gradient.is_pending:

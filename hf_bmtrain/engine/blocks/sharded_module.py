@@ -43,12 +43,13 @@ class ShardedModule(torch.nn.Module):
     `_ddp_params_and_buffers_to_ignore`. Its value is a RefuseDataParallel, which then raises RuntimeError.
     """
 
-    _extends: ClassVar[Any]  # on a generated subclass: the user's class that it extends
+    _extends: ClassVar[Any]  # set on each class that `extend_class` creates: the user's class that was extended
     _is_accelerate_prepared = True
     _ddp_params_and_buffers_to_ignore = RefuseDataParallel()
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
-        # Do not call the user's __init_subclass__ for a generated class, because it may register or count subclasses.
+        # Do not call the user's __init_subclass__ for a class that `extend_class` has created: the user's method may
+        # register or count subclasses, and the created class is not one of the user's.
         if "_extends" not in cls.__dict__:
             super().__init_subclass__(**kwargs)
 
@@ -80,7 +81,7 @@ class ShardedModule(torch.nn.Module):
         Returns:
             A dict {key: tensor}, which can be loaded into this model, and into the same model without sharding.
         """
-        if args:  # as in torch's own method
+        if args:  # torch's own method gives the same warning
             warnings.warn(
                 "Positional args are being deprecated, use kwargs instead: state_dict(destination=..., prefix=..., "
                 "keep_vars=...).",
@@ -155,7 +156,7 @@ class OnlyWhileSharded(torch.nn.Module):
     computes a step with plain torch.
     """
 
-    _extends: ClassVar[Any]  # on a generated subclass: the user's class that it extends
+    _extends: ClassVar[Any]  # set on each class that `extend_class` creates: the user's class that was extended
 
     def __reduce_ex__(self, protocol):
         return object.__new__, (own_class(self),), _own_attributes(self)
@@ -293,8 +294,8 @@ def own_class(module: torch.nn.Module) -> Any:
     get the original class again, and so does the module itself while it computes with plain torch for a comparison.
     """
     cls: Any = type(module)
-    # Remove only classes that exist because of sharding. Other generated classes also have `_extends`, the class that
-    # was extended, but are not subclasses of these two.
+    # Remove only classes that exist because of sharding. Other classes that `extend_class` has created also have
+    # `_extends` (the class that was extended), but are not subclasses of ShardedModule or OnlyWhileSharded.
     while "_extends" in vars(cls) and issubclass(cls, (ShardedModule, OnlyWhileSharded)):
         cls = cls._extends
     return cls

@@ -195,7 +195,7 @@ def open_backend(
             single, single, shards, single, True, local, local, control, [], lambda group_size, stride=1: single
         )
     if device.type == "cuda":
-        import_nccl()  # so that a missing CuPy is an error now, before this rank waits for others
+        import_nccl()  # if CuPy is missing, this raises an error now, before this rank waits for others
     _join(rank, size, device, timeout, init_method, monitor)
     control, opened = ObjectComm(size, timeout), []
     own = {"device": device.type, "gather": gather, "shard_over": shard_over, "timeout": timeout.total_seconds()}
@@ -250,7 +250,9 @@ def _open_all(
     """
 
     def interrupt() -> None:
-        if device.type == "cuda":  # on the CPU, a waiting operation itself checks for problems every second
+        # On the CPU, nothing needs to be aborted: an operation that waits for other ranks checks once a second whether
+        # the monitor has found a problem, and then raises an error by itself.
+        if device.type == "cuda":
             abort_all(opened)
 
     def busy() -> bool:
@@ -312,7 +314,8 @@ def _open_all(
     if smallest is None:
         return found
     members = divided.members
-    # Two objects with separate streams, so that copies for gathers and for reductions do not wait for each other.
+    # Create two objects, one for all-gathers (`pulled`) and one for reductions (`pushed`). On GPUs, each copies on
+    # streams of its own, so that their copies do not wait for each other.
     pulled, pushed = (HostMemory() if device.type == "cpu" else CudaMemory(device) for _ in range(2))
 
     def exchange(value: Any) -> list[Any]:
@@ -465,8 +468,8 @@ def _choose_ranks(
     inside, between = (min(values) for values in zip(*exchange(mine)))
     # Prefer "host+world" to "host". Both send the same amount of data between hosts. "host+world" needs little more
     # memory than "world". "host" may be faster, but all optimizer states must fit on one host. Whether they do is
-    # unknown here, because there is no model yet. With gather="collective", "host+world" is not possible: it
-    # all-gathers first across hosts and then inside each host.
+    # unknown here, because there is no model yet. With gather="collective", "host+world" is not possible, because
+    # "host+world" all-gathers in two steps: first across hosts and then inside each host.
     kept = "host" if gather == "collective" else "host+world"
     chosen = kept if between < SLOW_LINK * inside else "world"
     faster = ""
@@ -542,9 +545,9 @@ def _join(rank: int, size: int, device: torch.device, timeout: timedelta, init_m
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     met = monitor.meet(rank, size, timeout, init_method)
     # By default, torch's NCCL backend asks the key-value store every second whether a rank has timed out, in order to
-    # save a trace of its operations. If rank 0, which serves the store, is killed, these requests log some 60 lines
-    # that do not say which rank failed, before `monitor` names that rank. So switch the requests off by this
-    # environment variable. The backend reads the variable only during init_process_group.
+    # save a trace of its operations. If rank 0, which serves the store, is killed, these requests fail, and log some 60
+    # lines that do not say which rank failed. Only then does `monitor` name that rank. This environment variable
+    # switches the requests off. The backend reads it only during init_process_group, so it is deleted afterwards.
     chosen = _TRACE_ON_TIMEOUT in os.environ
     os.environ.setdefault(_TRACE_ON_TIMEOUT, "0")
     where: dict[str, Any] = {"init_method": init_method}

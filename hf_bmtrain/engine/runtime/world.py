@@ -22,7 +22,7 @@ from ..comm.communicator import Communicator, Gather, OpenGroup
 from ..comm.object_comm import ObjectComm
 from .monitor import Monitor
 
-if TYPE_CHECKING:  # at run time, these folders import this one, so importing them here would be circular
+if TYPE_CHECKING:  # at run time, these imports would be circular, because `blocks` and `sharding` import `runtime`
     from ..blocks.recompute import LayerFeatures
     from ..blocks.schedule import ForwardDepth, Schedule
     from ..sharding.storage import StorageKind

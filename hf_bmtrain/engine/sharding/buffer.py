@@ -62,9 +62,9 @@ class ShardedBuffer:
             only `storage` has their values, and those of `shard` are undefined.
         full_params: for each parameter, a Parameter of the full shape. It is readable after `gather` and `wait`, and
             until `reshard`.
-        attributes: for each parameter, the attributes that a program had set to a number, bool or str before it was
-            sharded, such as Mamba's `_no_weight_decay`. Local and full parameters have them, too. Empty for a subclass
-            of torch.nn.Parameter.
+        attributes: for each parameter, {name: value} of the attributes that the user's code had set on it before it was
+            sharded, such as Mamba's `_no_weight_decay`. Only numbers, bools and strings are kept. The local and the
+            full parameter get the same attributes. Empty if the parameter's class is a subclass of torch.nn.Parameter.
         number: the number of this buffer in the order of creation, from 1. It is the same on every rank.
         local_ranges: for each parameter, which of its elements this rank's shard stores, and where in the shard.
         gradient: averages the gradients of the parameters over the ranks, and sets the `.grad` of local parameters.
@@ -141,7 +141,8 @@ class ShardedBuffer:
                 target.keep_address()
         self._source, self._target = source, target
         self._cut = self.layout.cut_ranges(self.rank) if cut is None else cut
-        # Copies from other GPUs' memory are not collectives, so they are not recorded in the collective log.
+        # The ranks compare their collective logs to find mismatched collectives. An all-gather by peer copies (from the
+        # memory of other ranks) is not a collective, and is therefore not recorded in the log.
         self._collective_log = self.communicator.collective_log if self._gather.is_collective(source) else None
         self._filled_version = -1
 
@@ -290,7 +291,8 @@ class ShardedBuffer:
         Called by `reshard`. It is also called before all-gathers are changed to send another tensor (`route`), and when
         all parameters of the buffer were deleted from their block.
         """
-        if self._ticket is not None:  # the all-gather may still write to the memory, because `wait` was not called
+        # A ticket means that `wait` was not called after `gather`. The all-gather may still be writing to the memory.
+        if self._ticket is not None:
             self._ticket.wait()
             self._ticket = None
         self.storage.reshard()
@@ -417,7 +419,10 @@ class ShardedBuffer:
 
 
 def _attributes(parameter: torch.nn.Parameter) -> dict[str, Any]:
-    """Return what `ShardedBuffer.attributes` holds for one parameter."""
+    """Return the attributes of a parameter that its local and full versions get: those set to a number, bool or str.
+
+    This is the parameter's entry in `ShardedBuffer.attributes`. It is empty for a subclass of torch.nn.Parameter.
+    """
     if type(parameter) is not torch.nn.Parameter:
         return {}
     plain = {name: value for name, value in vars(parameter).items() if isinstance(value, (int, float, str))}

@@ -95,23 +95,26 @@ class GradientBuffer:
         self._begun = False  # True while the shard is being written: from a backward's first gradient to `receive`
         self._pending: PendingReduce | None = None  # None except from `send` to `receive`
         self._collected: set[int] = set()
-        # Indices of parameters without `.grad` that this rank did not use in the last backward, until `receive` or
-        # `decide` finds out whether another rank used them.
+        # The indices of parameters that have no `.grad` and that this rank did not use in the last backward. The list
+        # is emptied when `receive` or `decide` has found out whether another rank used these parameters.
         self._absent: list[int] = []
         self._squares: torch.Tensor | None = None
         self._norms: _Norms | None = None
         self.shard: torch.Tensor | None = None
-        self._total: torch.Tensor | None = None  # the running sum of several backwards, float32 or wider, or None
+        # The sum of the gradients of several backwards, in float32 or wider. `shard` contains this sum, rounded to the
+        # dtype of the parameters. None if only one backward has contributed so far.
+        self._total: torch.Tensor | None = None
         self._handed: list[ShardTensor | None] = [None] * len(full_params)
         sizes = placements[0].layout.shard_sizes(self._communicator.rank)
-        # `sizes` alternates between padding (at even positions) and parameters. Leave out empty padding, but keep empty
-        # parameters.
+        # `sizes` alternates between padding (at even positions) and parameters (at odd positions). `_hand_out` splits
+        # the shard into pieces of these sizes. Leave out padding of size 0, to get fewer pieces. Keep parameters of
+        # which this rank stores no element (size 0), because each parameter needs a piece.
         present = [position for position, size in enumerate(sizes) if size or position % 2]
         self._sizes = [sizes[position] for position in present]
         self._parts = [number for number, position in enumerate(present) if position % 2]
         self._version = -1
-        # The boundaries of the parameters in the shard, for the kernel that computes their gradients' norms. None for
-        # float64, because torch computes these norms.
+        # The boundaries of the parameters in the shard, with which SegmentNorms computes the norms of all gradients in
+        # the shard at once. None for float64, which SegmentNorms does not support: torch then computes each norm.
         self._segments: Segments | None = None
         self._is_complex = like.is_complex()
         if like.dtype.to_real() != torch.float64:
@@ -222,7 +225,7 @@ class GradientBuffer:
         index: the index of the parameter in the flat buffer.
         gradient: this rank's gradient, in the parameter's full shape.
         """
-        if self.requires_grad[index]:  # the parameter may have been frozen since the forward
+        if self.requires_grad[index]:  # False if the user has frozen the parameter after the forward
             self._collected.add(index)
             self._reducer.collect(index, gradient, self._begin)
 
@@ -252,8 +255,8 @@ class GradientBuffer:
         gradients = [full.grad if required else None for full, required in zip(self._full_params, self.requires_grad)]
         for full in self._full_params:
             full.grad = None
-        # Record a change of `requires_grad` in the collective log, which the ranks compare. If only some ranks had
-        # frozen a parameter, they would contribute zeros to its mean.
+        # Record a change of `requires_grad` in the collective log, which the ranks compare. They thus notice if only
+        # some ranks have frozen a parameter. These ranks would contribute zeros to the parameter's mean gradient.
         if self.requires_grad != self._noted_require_grad:
             self._noted_require_grad = list(self.requires_grad)
             self._communicator.collective_log.note(code("change of requires_grad in", self.number))
@@ -358,7 +361,9 @@ class GradientBuffer:
         self._absent = []
         if self._pending is not None:
             self._pending.cancel()
-            self._pending = self._squares = None  # the reduction may have changed the shard, but not the squares
+            # The cancelled reduction may have overwritten the shard. `_squares` still has the sums of squares of the
+            # shard's earlier values, so drop them as well.
+            self._pending = self._squares = None
         self._begun = False
         # The contents of the shard, including its padding, are undefined now. If the shard were kept, and the user then
         # set a `.grad`, the next backward would add its gradients to these contents.

@@ -58,8 +58,8 @@ class OnDemandGather:
         self._watched = False
         self.unwatched = self.read_inside = False
         self._passes = 0  # the number of training forwards that have read the parameters since the last backward
-        # Whether `note_read` or `count_pass` has recorded a read whose gradient may come at any time in a backward.
-        # Backwards then start the reduction only at their end.
+        # True once `note_read` or `count_pass` has recorded a read of which it is unknown when backward computes the
+        # gradient. From then on, the gradients are reduced only at the end of each backward.
         self._read_elsewhere = False
         self._sent = False  # whether the running backward has started the reduction
 
@@ -149,8 +149,9 @@ class OnDemandGather:
         since the last backward (see `take_complete_gradients`). After several passes, the gradients of another pass may
         still follow.
 
-        If gradients are disabled at this read, the pass is not counted. The read may be inside a reentrant checkpoint,
-        which repeats it in backward. So all later backwards reduce the gradients only at their end.
+        If gradients are disabled at this read, the pass is not counted. Instead, all later backwards reduce the
+        gradients only at their end, because the read may be inside a reentrant checkpoint, which repeats it in
+        backward.
         """
         if torch.is_grad_enabled():
             self._passes += 1
@@ -192,8 +193,8 @@ class OnDemandGather:
     def full_params(self, index: int) -> list[torch.nn.Parameter]:
         """Return all Parameter objects for which autograd computes gradients of one parameter.
 
-        There is one for each module that has read the parameter while it was trained, so that autograd computes the
-        gradient of each module separately. All have the full shape and share memory. In
+        There is one for each module that has read the parameter while the parameter required a gradient. So autograd
+        computes a separate gradient for each module. All have the full shape and share memory. In
         `loss.backward(inputs=[parameter])`, these objects replace the sharded parameter that the user has passed.
 
         index: the index of the parameter in the flat buffer.
@@ -212,10 +213,11 @@ class OnDemandGather:
             gradient: the gradient of the full parameter, on this rank.
         """
         self._schedule.join_backward(self)
-        # An earlier reduction of this buffer may still be pending, and must end first. There are two cases: the buffer
-        # belongs to a block, and a parameter was also read outside the block; or the gradients from
-        # `take_complete_gradients` are being reduced, and `gradient` follows them. In both cases, `gradient` is
-        # averaged at the end of the backward, and the result is added to the mean of the earlier reduction.
+        # An earlier reduction of this buffer may still be pending. Wait for it before adding `gradient`. This happens
+        # in two cases:
+        # * The buffer belongs to a block, but one of its parameters was also read outside the block.
+        # * The gradients that `take_complete_gradients` returned are being reduced, and `gradient` comes after them.
+        # `gradient` is then averaged at the end of the backward, and added to the mean of the earlier reduction.
         if self._buffer.gradient.is_pending:
             self._schedule.receive_all()
         self._sent = False
@@ -271,8 +273,8 @@ class OnDemandGather:
         if unwatched or self._saved:
             self._schedule.gather(self._buffer)
         if unwatched:
-            # Make the current stream wait now, because nothing is called when backward reads a view that was saved
-            # outside `watch`. (When backward reads a view that was saved inside `watch`, `_restore` waits.)
+            # Make the current stream wait now. Autograd may have saved views outside `watch`, and calls nothing when
+            # backward reads such a view. (For views that were saved inside `watch`, it calls `_restore`, which waits.)
             self._buffer.wait()
 
     def take_complete_gradients(self) -> list[GradientBuffer]:
@@ -358,7 +360,7 @@ def watch(group: Sequence[OnDemandGather]) -> Iterator[None]:
     """
 
     def pack(tensor: torch.Tensor):
-        view = tensor.detach()  # without its autograd history, which would make it part of a reference cycle
+        view = tensor.detach()  # with its autograd history, the saved tensor would be part of a reference cycle
         for gather in group:
             if gather._buffer.storage.holds(view):
                 saved = _Saved(view)

@@ -203,7 +203,7 @@ class DistributedParameter(ShardBase, torch.nn.Parameter):
         """
         read = [] if self.on_demand is None else self.on_demand.full_params(self.index)
         leaves: list[torch.Tensor] = [each for each in (self.full, *read, self) if each.requires_grad]
-        return leaves or [self]  # autograd then raises its error for tensors that require no gradient
+        return leaves or [self]  # if `leaves` is empty, autograd raises its error for tensors that require no gradient
 
     def read_full(self) -> torch.Tensor:
         """Return the full parameter. For internal use: users call `gather`, which returns the same.
@@ -279,7 +279,8 @@ class DistributedParameter(ShardBase, torch.nn.Parameter):
             full: a tensor with the values of the full parameter.
         """
         full.init_method, full.group = self.init_method, self.group
-        if self.storage_kind != PLAIN:  # otherwise omit it, so that pickled copies contain no class of this library
+        # PLAIN is the default. Do not store it, so that a pickle of the copy contains no class of this package.
+        if self.storage_kind != PLAIN:
             full.storage_kind = self.storage_kind
 
     def gather_gradient(self) -> torch.Tensor | None:

@@ -112,7 +112,8 @@ def gather_state_dict(model: torch.nn.Module, keep: bool) -> OrderedDict:
         dict that it returns are empty.
     """
     destination = StateDict(keep)
-    # Call the method of the class, because hf/staging.py may have replaced that of the instance.
+    # Call the `state_dict` of the model's class. When Trainer saves a model, hf/staging.py may have replaced the
+    # `state_dict` of the instance by a function that returns weights which were gathered earlier.
     type(model).state_dict(model, destination=destination)
     return destination.on_cpu()
 
@@ -130,7 +131,8 @@ def check_full_tensors(model: torch.nn.Module, state: Mapping[str, object]) -> N
             checked.
     """
     world = current_world()
-    # A DistributedStateDictWrapper, a mapping that is not a dict, needs no check: all ranks read rank 0's values in it.
+    # A DistributedStateDictWrapper (in bmt.store) is a mapping, but not a dict. It needs no check, because all ranks
+    # read rank 0's values from it.
     if world.size == 1 or not isinstance(state, dict):
         return
     names = {name for name, _ in model.named_parameters(remove_duplicate=False)}

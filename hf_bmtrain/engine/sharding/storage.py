@@ -122,8 +122,8 @@ class Storage:
         if self.full is not None and local_range.length < shape.numel():
             return self.full.view(buffer.layout.offsets[index], shape)
         # The full parameter is a view of the shard. If the shard is the full buffer (with a single rank), the two share
-        # a version counter. Otherwise `.data` gives the view its own counter, so that an optimizer's write to the shard
-        # is not mistaken for a write to the full parameter in a forward, which is refused.
+        # a version counter. Otherwise `.data` gives the view its own counter. The counter shows whether a forward has
+        # written to the full parameter, which is refused. An optimizer's write to the shard must not increment it.
         shard = buffer.shard if self.full is None else buffer.shard.data
         return shard[local_range.shard_start : local_range.shard_stop].view(shape)
 
@@ -144,8 +144,8 @@ class Storage:
         if self.full is None:
             for full, parameter in zip(buffer.full_params, parameters):
                 full.copy_(parameter)
-            # This rank stores all elements. If other hosts do so, too (one rank on each host, and every host stores all
-            # shards), the broadcast gives them rank 0's values. Otherwise there is no receiver, and it does nothing.
+            # This rank stores all elements. If each host has one rank, and every host stores all elements, the
+            # broadcast gives rank 0's values to the other hosts. Otherwise there is no receiver, and it does nothing.
             buffer.communicator.broadcast(buffer.shard, 0).wait()
             return
         flat = self.full.allocate().zero_()
@@ -232,13 +232,14 @@ class Storage:
         all-gathered again if it was resharded.
 
         False if the shard is the full buffer, because nothing is freed then. Otherwise, the result is also True for a
-        view of the shard: on a rank that stores all elements of a parameter, the full parameter is such a view. It
-        stays valid there, but the result must be the same on every rank.
+        view of the shard: on a rank that stores all elements of a parameter, the full parameter is such a view. The
+        view stays valid there, but the result must be the same on every rank.
         """
         return self.full is not None and shares_storage(tensor, self.full.tensor, self.buffer.shard)
 
-    # With tensor parallelism, a full parameter may be one part of a larger tensor, which is called whole here. The
-    # other parts are full parameters of other ranks. State dicts contain whole tensors, and initializers fill them.
+    # With tensor parallelism, a full parameter may be one part of a larger tensor, and the other parts are full
+    # parameters of other ranks. The following methods call the larger tensor `whole`. State dicts contain whole
+    # tensors, and initializers fill whole tensors.
 
     def whole_shape(self, index: int) -> torch.Size:
         """Return the shape that parameter `index` had before tensor parallelism split it.

@@ -85,8 +85,8 @@ def check_trainer(model: torch.nn.Module, size: int) -> None:
         frame = frame.f_back
     if frame is None:
         return
-    # Read `f_locals` of this frame only: before Python 3.13, reading it stores references to the local variables in the
-    # frame, which may keep objects of the program alive.
+    # Read `f_locals` of this frame only, not in the loop above. Before Python 3.13, reading `f_locals` stores
+    # references to all local variables in the frame. These references may keep objects of the program alive.
     trainer = frame.f_locals["self"]
     # Raise nothing if the Trainer only calls the sharded `model` and trains another one. In distillation, for example,
     # the teacher may be sharded and the student not.
@@ -259,7 +259,7 @@ def _gather_rows_once(kind: Any) -> None:
         apply: Callable[..., Any] = sys.modules["accelerate.utils"].recursively_apply
         try:
             apply(lambda each: each, input_data, error_on_other_type=True)
-        except TypeError:  # `input_data` does not consist of tensors only: Accelerate gathers it as objects
+        except TypeError:  # not everything in `input_data` is a tensor, so Accelerate gathers it as Python objects
             use_gather_object = True
         if use_gather_object:
             # Accelerate joins the lists of all ranks. To return each row once, only the first rank of a group passes

@@ -90,8 +90,9 @@ class ModelHook:
     """
 
     def __init__(self) -> None:
-        # These attributes store what the last `_walk` over all modules found. To save time, `_check` compares them with
-        # the present state, and walks again only if modules, or names or classes of parameters, have changed.
+        # These attributes store what the last `_walk` over all modules found. Before each training forward, `_check`
+        # compares them with the present state. It calls `_walk` again, which takes longer, only if modules, or names or
+        # classes of parameters, have changed.
         self._parameters: list[dict[str, Any]] = []  # the dict `_parameters` of every module
         self._modules: list[dict[str, Any]] = []  # the dict `_modules` of every module
         self._tree: list[torch.nn.Module | None] | None = None  # the children of all modules
@@ -101,7 +102,7 @@ class ModelHook:
     def __call__(self, model: torch.nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
         world = current_world()
         # To predict memory, forwards run on the meta device, with a simulated number of ranks. Skip the checks there,
-        # because Accelerate may see another number.
+        # because one of them fails if Accelerate reports a different number of ranks.
         if world.device.type != "meta":
             self._check(model, world)
         if world.schedule.observers.before_forward:
@@ -163,7 +164,7 @@ class ModelHook:
 
 
 def _is_sharded(kind: type) -> bool:
-    """Return whether `kind`, the type of a value in a module's `_parameters`, is that of a sharded parameter or None.
+    """Return whether an entry of the class `kind` in a module's `_parameters` is a sharded parameter or None.
 
     A parameter of any other class was added after the model was sharded, or is a full parameter, which is there only
     while the forward of its block runs.

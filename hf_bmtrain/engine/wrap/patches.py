@@ -84,7 +84,8 @@ def _set_recompute(states: Sequence[weakref.ref[BlockState]], on: bool, *args, *
     store = current_world().layer_features.inputs() if on and offload else None
     for state in blocks:
         state.recompute = ALWAYS if on else NEVER
-        # Without a new store, keep the one that auto_wrap(offload_activations=True) has set.
+        # If this call does not turn on offloading, `store` is None. The block then keeps the store that
+        # auto_wrap(offload_activations=True) may have set.
         state.inputs = store or state.inputs
 
 

@@ -64,7 +64,9 @@ def shard_root(world: World, places: Sequence[Place], outside: Iterable[torch.nn
         places: (module, name, parameter) of each root parameter, as `root_places` returns them.
         outside: the modules outside blocks. ModuleLists without parameters of their own are not changed.
     """
-    groups: dict[int, list[Place]] = {0: []}  # key 0: all small parameters, which share buffers
+    # Each large parameter is a group of its own, with its id as the key. All small parameters are in one group (key 0),
+    # so that they share flat buffers.
+    groups: dict[int, list[Place]] = {0: []}
     for place in places:
         large = place[2].numel() >= OWN_BUFFER_NUMEL
         groups.setdefault(id(place[2]) if large else 0, []).append(place)
@@ -120,15 +122,17 @@ def place_buffers(model: torch.nn.Module, world: World) -> None:
         model: the model, whose buffers are replaced.
         world: the ranks. Rank 0 broadcasts its buffers.
     """
-    sent: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # by the id of the buffer, which several modules may have
+    # {id(buffer): (the buffer, the tensor that replaces it)}, because several modules may have the same buffer. The
+    # reference to the buffer ensures that no other tensor gets its id.
+    sent: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
     for module in model.modules():
         for name, buffer in module._buffers.items():
             if buffer is None:
                 continue
             placed = buffer.to(world.device)
             if world.size > 1 and (placed.layout is not torch.strided or placed.is_quantized):
-                # For some of these tensors, neither `broadcast` nor `copy_` works. So rank 0's tensor is sent as a
-                # Python object, and replaces the module's buffer.
+                # Some sparse, mkldnn and quantized tensors support neither `broadcast` nor `copy_`. So rank 0's tensor
+                # is sent as a Python object, and replaces the module's buffer.
                 if id(buffer) not in sent:
                     opaque = placed.layout is torch._mkldnn  # pyright: ignore[reportAttributeAccessIssue]
                     value = buffer.to_dense() if opaque else buffer.cpu()  # tensors of mkldnn cannot be pickled

@@ -29,9 +29,9 @@ def negotiate_if_uneven(plan: WrapPlan, chains: Sequence[Chain]) -> None:
     encoder. Without an agreement, a rank could then wait in an all-gather that other ranks never issue. With it, the
     ranks exchange which collective each of them needs next, and then all issue the same one.
 
-    Called when the model is wrapped for the first time. It does nothing if there is only one rank, or if nothing in the
-    model suggests that ranks may run different parts of it. Layers that are dropped at random, and encoders for
-    different inputs, are examples of what suggests this.
+    Called when the model is wrapped for the first time. It does nothing if there is only one rank, or if the model has
+    no sign that ranks may run different parts of it. Examples of such signs are layers that are dropped at random, and
+    encoders for different inputs.
 
     Args:
         plan: the model, and its division into blocks and other modules.
@@ -93,7 +93,8 @@ def _why_uneven(plan: WrapPlan, chains: Sequence[Chain]) -> str | None:
     dropping = [type(module).__name__ for module in plan.root if drops_layers(module)]
     if dropping:
         return f"{dropping[0]} drops layers at random"
-    # Ignore dicts: if a model has no `config`, PEFT sets this attribute to a dict.
+    # Ignore a `config` that is a dict. PEFT adds such a dict to models without `config`, so it is no sign that parts of
+    # the model have different configurations.
     found = (each for module in plan.root if not isinstance(each := getattr(module, "config", None), dict))
     configs = dict.fromkeys(type(config).__name__ for config in found if config is not None)
     if len(configs) > 1:

@@ -58,8 +58,8 @@ def wrap(
             * Only some ranks found a reason why the model cannot be sharded.
             * The ranks found different reasons why the model cannot be sharded.
     """
-    # If the last backward has failed, its model may be deleted by now. Drop the gradients and pending reductions of
-    # that backward, which the schedule still holds.
+    # If the last backward has failed, the schedule still refers to its blocks, gradients and pending reductions. Drop
+    # these references: the user may have deleted that model, and its memory could otherwise not be freed.
     world.schedule.discard_failed_backward()
     late = holds_additions(model)
     chains, lists = _choose_chains(model, world, blocks, late, extensions)
@@ -198,7 +198,8 @@ def _link(
     compile: the keyword arguments of torch.compile, with which the blocks are compiled; None to not compile them.
     """
     for module_list in lists:
-        if type(module_list) is torch.nn.ModuleList:  # a subclass would lose its own methods
+        # If the user has defined a subclass of ModuleList, keep it, because the list would lose the subclass's methods.
+        if type(module_list) is torch.nn.ModuleList:
             module_list.__class__ = TransformerBlockList
     for chain in chains:
         TransformerBlockList.link(chain)  # pyright: ignore[reportArgumentType]
@@ -242,7 +243,8 @@ def _patch(plan: WrapPlan, fresh: Iterable[torch.nn.Module]) -> None:
     Collective: every rank must call it.
 
     plan: the model, whose parameters are sharded already, and its blocks.
-    fresh: the modules for `keep_cache_out`: all modules or, if the model was wrapped before, new ones outside blocks.
+    fresh: the modules to pass to `keep_cache_out`: all modules or, if the model was wrapped before, only the new
+        modules outside blocks.
     """
     place_buffers(plan.model, plan.world)
     name_buffers(plan.model, plan.world)

@@ -48,8 +48,8 @@ extern "C" __global__ void adam_prepare(const float* grad_scale, const float* fo
     ((Record*)records)[run] = r;
 }
 
-// Round to bf16 stochastically: away from zero with a probability equal to the fraction of the bf16 spacing that
-// truncation would cut off. inf stays inf, and NaN stays NaN.
+// Round x stochastically: to one of the two adjacent bf16 numbers, at random, so that the expected result is x. inf
+// stays inf, and NaN stays NaN.
 __device__ __forceinline__ void round_stochastic(float x, unsigned random, bf16& y) {
     unsigned u = __float_as_uint(x);
     if ((u & 0x7f800000u) != 0x7f800000u)

@@ -6,11 +6,14 @@
 //
 // Memory traffic per element, with a bf16 gradient, weight and residual: 8.06 bytes read and 6.06 written. In the time
 // that this takes, a GPU executes only about a hundred instructions per element, where an integer instruction counts
-// twice. So instructions limit this kernel, and it saves them: each thread updates eight elements, and four threads
-// share a block of 32; codes are unpacked and packed in pairs; one test for all eight elements finds rare cases (ties,
-// NaN, weights that other code has changed, huge moments); square root, reciprocal and quotient are approximate, with
-// errors of 2^-22, far below those of the formats. A v below 2^-126 counts as 0. A thread starts all loads before it
-// waits for the first: otherwise, the test for weights that other code has changed would delay the loads after it.
+// twice. So the number of instructions limits the speed of this kernel. To save instructions:
+//   - Each thread updates eight elements, so that four threads share a block of 32.
+//   - Codes are unpacked and packed in pairs.
+//   - One test for all eight elements finds rare cases: ties, NaN, weights that other code has changed, huge moments.
+//   - Square root, reciprocal and quotient are approximate. Their errors, 2^-22, are far below those of the formats. A
+//     v below 2^-126 counts as 0.
+// A thread starts all loads before it waits for the first: otherwise, the test for weights that other code has changed
+// would delay the loads after it.
 #include "adam.cuh"
 
 constexpr int M_FRACTION = 4, ROOT_FRACTION = 5, COUNT = 8;
@@ -59,7 +62,7 @@ template <> struct Masters<short, bf16> {
         uint4 rounded = Wide<bf16>::pack(y);
         if ((rounded.x ^ w.x) | (rounded.y ^ w.y) | (rounded.z ^ w.z) | (rounded.w ^ w.w)) {
 #pragma unroll
-            for (int k = 0; k < COUNT; k++) {  // as in `join` (adam.cuh): a changed weight becomes the master
+            for (int k = 0; k < COUNT; k++) {  // a weight that other code has changed becomes the master
                 bf16 own = as_bf16(words[k / 2] >> 16 * (k % 2)), found;
                 from_float(y[k], found);
                 y[k] = found.bits == own.bits ? y[k] : to_float(own);
@@ -108,9 +111,9 @@ __device__ __forceinline__ void store_master8(short* p, bf16* weight, long long 
 
 // ---- codes -----------------------------------------------------------------------------------------------
 
-// Decode four codes to numbers in units of 2^(E+8), where E is the block's exponent without float32's bias of 127. Such
-// a number is the fp16 number that has the code in the lower bits of its exponent and the upper bits of its fraction.
-// SIGNED: whether the first bit of a code is a sign.
+// Decode four codes. The caller multiplies the results by 2^(E+8), where E is the block's exponent without float32's
+// bias of 127. To decode a code, put its exponent bits into the lower bits of the exponent of an fp16 number, and its
+// fraction bits into the upper bits of the fraction. SIGNED: whether the first bit of a code is a sign.
 template <int FRACTION, bool SIGNED> __device__ __forceinline__ void decode4(unsigned codes, float* y) {
     constexpr int shift = FRACTION - 2;
     constexpr unsigned half = (SIGNED ? 0x7f00u : 0xff00u) >> shift, mask = half << 16 | half;
@@ -128,12 +131,13 @@ __device__ __forceinline__ float scale_of(unsigned exponent) {  // 2^(E+8), or i
 
 // Return the exponent (with float32's bias) of a block whose largest magnitude is `largest`. This is the exponent of
 // `largest`, or the next one if `largest` exceeds the second largest number that the format has with this exponent.
+// The function `encode` in engine/ops/eight_bits.py explains why.
 template <int FRACTION> __device__ __forceinline__ unsigned exponent_of(float largest) {
     return min((__float_as_uint(largest) + (2u << (23 - FRACTION)) - 1) >> 23, 255u);
 }
 
-// Multiply eight values by 2^(-E-120). The code of a value then begins at bit 25 of the float: the last 3 bits of
-// its exponent and the first ones of its fraction.
+// Multiply eight values by 2^(-E-120). The bits of the resulting float then contain the value's code, from bit 25 down:
+// the last 3 bits of the exponent and the first bits of the fraction.
 __device__ __forceinline__ void shift_to_codes(float* x, unsigned exponent) {
     if (exponent > 133) {  // the factor would be subnormal: multiply in two steps
 #pragma unroll
@@ -216,7 +220,8 @@ extern "C" __global__ __launch_bounds__(256) void adam8_update(
     for (int offset = 1; offset < 32 / COUNT; offset *= 2)
         exponents = __vmaxu2(exponents, __shfl_xor_sync(0xffffffffu, exponents, offset));
     m_exponent = exponents & 0xffffu, root_exponent = exponents >> 16;
-    unsigned present[COUNT], m_bits[COUNT], root_bits[COUNT];  // present: a root above 0 gets at least code 1
+    // `present` is the minimum of `root_bits`, so that the code of a root above 0 is at least 1.
+    unsigned present[COUNT], m_bits[COUNT], root_bits[COUNT];
 #pragma unroll
     for (int k = 0; k < COUNT; k++) present[k] = min(__float_as_uint(root[k]), 1u << (23 - ROOT_FRACTION));
     shift_to_codes(m, m_exponent), shift_to_codes(root, root_exponent);

@@ -153,14 +153,15 @@ __device__ __forceinline__ void cross_entropy_row(const Formula& f, ELEMENT* log
     int begin = min(rank * share, row.count), end = min(begin + share, row.count),
         staged = min(stage, end - begin);
     bool writer = rank == 0 && threadIdx.x == 0;
-    if (target < 0 || target >= f.classes || target == ignore_index) {  // the same in all blocks of the cluster
+    // All blocks of a cluster process the same row, so either all of them return here or none.
+    if (target < 0 || target >= f.classes || target == ignore_index) {
         if (GRADIENT) write_zeros(row, begin, end, f.classes);
         if (writer) losses[i] = target == ignore_index ? 0.0f : __uint_as_float(0x7fc00000u), lses[i] = 0.0f;
         return;
     }
     cluster_arrive();
     float target_logit =
-        writer ? f.capped(to_float(row.logits[target])) : 0.0f;  // before the gradient overwrites it
+        writer ? f.capped(to_float(row.logits[target])) : 0.0f;  // read before the gradient overwrites the logits
     Statistics s = row_combine(read_row(f, row, begin, staged, end), rank);
     float lse = s.top + logf(s.sum);
     if (writer) losses[i] = row_loss(f, s, target_logit, (int)target, lse), lses[i] = lse;

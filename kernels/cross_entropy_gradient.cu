@@ -30,8 +30,9 @@ extern "C" __global__ __launch_bounds__(256) void cross_entropy_gradient(
     }
 }
 
-// Multiply each row i of a gradient by wanted[i * wanted_stride] / used[i * used_stride]: replace the factor `used`
-// that it contains by `wanted`. If the two are equal (the usual case) or `used` is 0, the row is not accessed.
+// Multiply each row i of a gradient by wanted[i * wanted_stride] / used[i * used_stride]. The row was computed with the
+// factor `used`; this replaces the factor by `wanted`. If the two are equal (the usual case) or `used` is 0, the row is
+// not accessed.
 extern "C" __global__ __launch_bounds__(256) void rescale(ELEMENT* x, long long row_stride, int classes,
                                                           int parts, const float* wanted, int wanted_stride,
                                                           const float* used, int used_stride) {

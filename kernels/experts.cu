@@ -40,8 +40,8 @@ extern "C" __global__ __launch_bounds__(256) void sum_rows(int vectors, const EL
     }
 }
 
-// The gradients of sum_rows with weights, from the gradient `dout` of its result. order[row] is the index, in the
-// flattened weights, of the weight of a row. One warp per row.
+// From `dout`, the gradient of the result of sum_rows, compute the gradients of the rows and of the weights.
+// order[row] is the index of the row's weight in the flattened weights. One warp per row.
 extern "C" __global__ __launch_bounds__(256) void sum_rows_backward(int vectors, const OUT* dout, const ELEMENT* rows,
                                                                     const float* weights, const long long* order,
                                                                     int k, long long count, ELEMENT* drows,
@@ -78,7 +78,7 @@ extern "C" __global__ __launch_bounds__(256) void silu_gate(int vectors, const E
     }
 }
 
-// The gradient of silu_gate with respect to x, from that of its result. One block per row.
+// From `dout`, the gradient of the result of silu_gate, compute dx, the gradient of x. One block per row.
 extern "C" __global__ __launch_bounds__(256) void silu_gate_backward(int vectors, const ELEMENT* x, const ELEMENT* dout,
                                                                      ELEMENT* dx) {
     long long row = blockIdx.x, width = (long long)vectors * COUNT;

@@ -69,7 +69,7 @@ struct Scale {
     float scale, factor;
     __device__ __forceinline__ explicit Scale(int most) {
         float absmax = __uint_as_float((unsigned)most);
-        if (absmax < LEAST) absmax = LEAST;  // false for NaN, which is kept
+        if (absmax < LEAST) absmax = LEAST;  // the comparison is false for NaN, so a NaN is kept
         scale = absmax / MOST, factor = MOST / absmax;
     }
 };
@@ -78,7 +78,8 @@ struct Scale {
 __device__ __forceinline__ unsigned code(float x) {
     unsigned u = __float_as_uint(x), sign = u >> 24 & 0x80u, bits = u & 0x7fffffffu;
     if (bits > 0x7f800000u) return 0x7fu;
-    if (bits < 0x3c800000u)  // below 2^-6, results are 2^-9 apart, like float32 numbers at 2^14: adding 2^14 rounds
+    // Below 2^-6, e4m3 numbers are 2^-9 apart, as float32 numbers from 2^14 are. So adding 2^14 in float32 rounds.
+    if (bits < 0x3c800000u)
         return sign | (__float_as_uint(__fadd_rn(__uint_as_float(bits), 16384.0f)) - 0x46800000u);
     return sign | ((bits + 0x7ffffu + (bits >> 20 & 1u) >> 20) - (127 - 7 << 3));
 }
@@ -244,9 +245,10 @@ __device__ __forceinline__ void find_factors(const int* most, int first, int cou
     if (scales) scales[at] = found.scale;
 }
 
-// The second pass: round a tile of SIDE rows and 16 * COUNT columns. Block 0 has the last tile, which the first pass
-// has read last. A thread has one part of each of four rows, so that it can write words of four codes both to `rows`
-// and to the transpose `columns`. A row of the transpose has `stride` codes; those beyond `height` are zeros.
+// The second pass: round a tile of SIDE rows and 16 * COUNT columns. Block 0 has the last tile, because the first pass
+// has read it last, so it is still in the L2 cache. A thread has one part (16 bytes) of each of four rows, so that it
+// can write words of four codes both to `rows` and to the transpose `columns`. A row of the transpose has `stride`
+// codes; those beyond `height` are zeros.
 template <bool ROWS, bool COLUMNS, int STEP>
 __device__ __forceinline__ void round_tile(const ELEMENT* x, int height, int width, const int* row_most, e4m3* rows,
                                            float* row_scales, const int* column_most, e4m3* columns,

@@ -22,8 +22,8 @@ __device__ __forceinline__ float scale_of(const int* tail, int block, const TABL
 #endif
 }
 
-// Convert an e4m3 number. Its bits, shifted to the places of sign, exponent and fraction in fp16, are a number that is
-// 256 times smaller, also for subnormals.
+// Convert an e4m3 number to float. If its sign, exponent and fraction are moved to their places in an fp16 number, this
+// number is 256 times smaller than the e4m3 number, also for subnormals.
 __device__ __forceinline__ float from_e4m3(unsigned code) {
     return to_float(fp16{(unsigned short)((code & 0x80u) << 8 | (code & 0x7fu) << 7)}) * 256.0f;
 }

@@ -203,9 +203,9 @@ class CollectiveLog:
         self.problem: str | None = None
         self.told = False
         self.explain: Callable[[CollectiveLog, int, Excerpt], str | None] = lambda collective_log, rank, theirs: None
-        # Word 0 is the number of entries, and word 1 + i % _RING the digest of entries 1 to i. This is not a list,
-        # because torch.compile may trace `note`: it would trace such a long list slowly, but skips an array or a
-        # memoryview.
+        # Word 0 is the number of entries, and word 1 + i % _RING the digest of entries 1 to i. The words are in an
+        # array, not a list, because torch.compile may trace `note`. It would trace such a long list slowly, but skips
+        # an array or a memoryview.
         self._memory: Any = array("Q", bytes(8 * WORDS))
         self._others: list[tuple[int, Any]] = []
 

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from .collective_log import CollectiveLog, code
 from .streams import DONE, Ticket
 
-# torch 2.13 renamed this collective, and warns about the old name.
+# torch 2.13 renamed `all_gather_into_tensor` to `all_gather_single`, and warns about the old name.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _ABORT_SECONDS = 1.0
 _CHECK_SECONDS = 1.0  # interval at which a waiting rank checks its collective log for a problem

@@ -216,7 +216,7 @@ class CudaMemory:
                 torch.cuda.empty_cache()  # torch's allocator may have reserved memory that no tensor uses
                 address = self._runtime.malloc(nbytes)
             handle = bytes(self._runtime.ipcGetMemHandle(address))
-        slab = _Slab(address, nbytes)  # the tensor below and its views keep it alive
+        slab = _Slab(address, nbytes)  # the tensor `memory` and its views keep `slab` alive
         memory = torch.as_tensor(slab, device=self._device).zero_()
         torch.cuda.current_stream(self._device).synchronize()  # the zeros must be written before other processes write
         return memory.view(dtype), (handle, address), weakref.ref(slab)

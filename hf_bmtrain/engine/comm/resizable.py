@@ -106,7 +106,7 @@ def shares_storage(tensor: torch.Tensor, *others: torch.Tensor) -> bool:
         if tensor.is_sparse:
             return shares_storage(tensor._values(), *others)
         return tensor.layout in _COMPRESSED and shares_storage(tensor.values(), *others)
-    for other in others:  # not by `any`: this runs for every block's outputs, and a generator would cost more calls
+    for other in others:  # a loop is faster than `any` with a generator, and this runs for the outputs of every block
         if other.untyped_storage()._cdata == storage:
             return True
     return False

@@ -37,8 +37,8 @@ that the code represents."""
 
 SMALLEST_EPS = 2.0**-63
 """A smaller eps counts as this number, the square root of the smallest normal float32. With eps=0, an element whose
-gradients have all been 0, such as one of the padding, would become 0/0. By L2 regularization, this nan would enter its
-moments, and so the exponent that it shares with the elements of its block."""
+gradients have all been 0, such as one of the padding, would become 0/0. With L2 regularization, this nan would enter
+the element's moments, and then the exponent that all elements of the block share."""
 
 
 class Moments(NamedTuple):
@@ -138,12 +138,14 @@ def encode(magnitudes: Tensor, fraction: int, random: Tensor | None) -> tuple[Te
     n = len(magnitudes)
     padded = torch.nn.functional.pad(magnitudes, (0, -n % BLOCK)).view(-1, BLOCK)
     dropped = 23 - fraction
-    # Choose the exponent E of each block so that its largest magnitude is not clamped. A code represents a number below
-    # 2, which is multiplied by 2ᴱ. With f fraction bits, the two largest numbers are a = 2 - 2·2⁻ᶠ and b = 2 - 2⁻ᶠ. Let
-    # 2ᴷ be the largest power of two that does not exceed the block's largest magnitude. E = K would clamp a magnitude
-    # above b·2ᴷ in every step, so that the moment could never grow to 2ᴷ⁺¹. Therefore E is K + 1 if the magnitude is
-    # above a·2ᴷ, and otherwise K. (From a·2ᴷ to b·2ᴷ, both exponents give the same numbers.) The next line computes E +
-    # 127: its addition of 2·2²³⁻ᶠ - 1 carries into the exponent bits if and only if the magnitude is above a·2ᴷ.
+    # Choose the exponent E of each block so that the block's largest magnitude, x, is not clamped. A code represents a
+    # number below 2, which is multiplied by 2ᴱ. With f fraction bits, the two largest such numbers are a = 2 - 2·2⁻ᶠ
+    # and b = 2 - 2⁻ᶠ (1.875 and 1.9375 if f is 4). Let K be the exponent of x as a float32: 2ᴷ ≤ x < 2ᴷ⁺¹.
+    # * If E were always K, an x above b·2ᴷ would be clamped in every step, so the moment could never grow to 2ᴷ⁺¹.
+    # * Therefore E is K + 1 if x is above a·2ᴷ, and otherwise K. From a·2ᴷ to b·2ᴷ, both exponents represent the same
+    #   numbers.
+    # The next line computes E + 127 from the bits of x. It adds 2·2²³⁻ᶠ - 1 to them, which carries into the exponent
+    # bits if and only if x is above a·2ᴷ.
     exponents = (padded.view(torch.int32).amax(1).long() + (2 << dropped) - 1 >> 23).clamp_(max=255).int()
     inverse = ((254 - exponents).clamp_(min=0) << 23).view(torch.float32)
     bits = (padded * inverse[:, None] / _SHIFT).view(torch.int32).view(-1)[:n]

@@ -16,7 +16,7 @@ from ..base.launch import C_NAMES, Variant, kernel
 
 THREADS = 256
 # The maximum number of thread blocks among which `accumulate_squared_norm` divides a tensor on a GPU. It is the same
-# for every GPU, so that all add in the same order.
+# for every GPU, so that all GPUs add in the same order.
 BLOCKS = 528
 TILE_BYTES = THREADS * 64
 # On a GPU, `segmented_squared_norm` divides segments into pieces of at most this many elements. It launches one thread

@@ -132,8 +132,8 @@ class Master:
         if self.stored is None or self.is_residual:
             return
         # Write to `.data`, which has a separate version counter. A background save raises an error if the version of a
-        # tensor that it saves has changed, and this write must not cause the error. The save still notices a change:
-        # masters change here only after their weights, and it also checks the versions of the weights.
+        # tensor that it saves has changed, and this write must not cause that error. The save still notices the change:
+        # masters change here only if their weights have changed before, and the save checks the weights' versions, too.
         for p, w in _in_chunks(self.stored.data, self.weight.to(self.stored.device)):
             if w.dtype == torch.bfloat16:
                 p.copy_(_at(w, _distance(p, p.bfloat16())))

@@ -106,8 +106,9 @@ class AdamOptimizer(torch.optim.Optimizer):
     adamw_state = True
     """Whether `state_dict` contains AdamW's two moments for every parameter. Subclasses may set this to False."""
     _step_supports_amp_scaling = True
-    # `grad_scale` and `found_inf` exist only during a step, because GradScaler would multiply its own scale by a
-    # `grad_scale` that is left over from the last step.
+    # OptimManager or GradScaler sets these two attributes before a step and deletes them after it. Between steps they
+    # must not exist: GradScaler multiplies its own scale by an existing `grad_scale`, so a value that is left over from
+    # the last step would be applied again.
     grad_scale: torch.Tensor | None
     found_inf: torch.Tensor | None
 
@@ -141,17 +142,17 @@ class AdamOptimizer(torch.optim.Optimizer):
             raise ValueError(f"state_bits=8 stores both moments in 8 bits. Leave out exp_avg_dtype={exp_avg_dtype}.")
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "hold_steps": hold_steps}
         super().__init__(params, {**defaults, "decoupled": decoupled})
-        self.loss_scale: torch.Tensor | None = None  # set by OptimManager
+        self.loss_scale: torch.Tensor | None = None  # the loss scale of the OptimManager, which sets this attribute
         self._exp_avg_dtype = torch.uint8 if state_bits == 8 else exp_avg_dtype
         self._loaded: set[torch.nn.Parameter] = set()  # parameters with a loaded state that no step has used yet
-        # Hashes of the state that was loaded last. The next step compares them across ranks, then sets this to
-        # None.
+        # Hashes of the full tensors in the state that was loaded last. The next step compares these hashes across ranks
+        # and then sets this attribute to None.
         self.loaded_facts: dict[str, str] | None = None
         self._active: list[list[torch.nn.Parameter]] = []  # for each group, the parameters that the last step updated
         self._states: list[RunState] = []
-        # `_held`: the optimizer's own entries of `self.state` after the last call of `_arrange`. `_values`: all values
-        # of `self.state` after that call. By comparing them, a step notices whether the caller has replaced or removed
-        # entries.
+        # What `self.state` contained after the last call of `_arrange`: the optimizer's own entries in `_held`, and all
+        # values, including those that other code has added, in `_values`. Each step compares `self.state` with them, to
+        # notice that the caller has replaced or removed entries.
         self._held: dict[torch.Tensor, ParameterState] = {}
         self._values: list[Any] = []
         self._steps: KernelSteps | TorchSteps = TorchSteps([], torch.device("cpu"))
@@ -222,8 +223,8 @@ class AdamOptimizer(torch.optim.Optimizer):
                 loss = closure()
         if type(scale) is not float:
             scale = as_number("scale", scale)
-        # Subclasses override `_step`. If they overrode `step` and called this method in it, torch would run the step
-        # hooks twice.
+        # Subclasses override `_step`, not `step`. If a subclass overrode `step` and called `super().step()`, torch
+        # would run the hooks before and after the step twice.
         if scale == 1.0:
             self._step()
             return loss
@@ -315,7 +316,7 @@ class AdamOptimizer(torch.optim.Optimizer):
             set_to_none: True sets `.grad` to None. False fills it with zeros.
         """
         if not set_to_none:
-            self.wait()  # an update may still read the gradients
+            self.wait()  # an update on another stream may still read the gradients
         with WithoutTorchFunction():  # otherwise every access to an attribute would call the slow __torch_function__
             super().zero_grad(set_to_none)
 
@@ -391,7 +392,7 @@ class AdamOptimizer(torch.optim.Optimizer):
 
     def _is_held(self) -> bool:
         """Return whether `self.state` still has all tensors that the optimizer has put there."""
-        # Called in every step, so first compare all values in one list, which takes a fifth of the time.
+        # This runs in every step, so first compare all values in one list, which takes a fifth of the time of `_holds`.
         present = [*chain.from_iterable(map(dict.values, self.state.values()))]
         same = len(present) == len(self._values) and all(map(is_, present, self._values))
         return same or self._holds(self._held)
@@ -504,8 +505,8 @@ class AdamOptimizer(torch.optim.Optimizer):
         self.state = defaultdict(dict)
         for parameter, held in kept.items():
             state = dict(shown(parameter, held, parameter in self._loaded))
-            # The parameters of a run share their step count, but torch's optimizers, which may load the result, add 1
-            # to the tensor of each parameter.
+            # Copy the step count, because adjacent parameters share one tensor for it. torch's optimizers, which may
+            # load the result, add 1 to the tensor of each parameter, so they would count each step several times.
             if isinstance(state.get("step"), torch.Tensor):
                 state["step"] = state["step"].clone()
             self.state[parameter] = state
@@ -567,8 +568,8 @@ class AdamOptimizer(torch.optim.Optimizer):
         """
         check_state(state_dict)
         if "sliced" in state_dict:  # the state is a full one, from state_dict(gather=True)
-            # `load_state` calls `load` with this rank's state. Pass the method of this class, because a subclass's
-            # override, which has called this method, must not run a second time.
+            # `load_state` calls `load` with this rank's elements. Pass the method of AdamOptimizer: if this call comes
+            # from the override of a subclass, `self.load_state_dict` would run that override a second time.
             load = functools.partial(AdamOptimizer.load_state_dict, self)
             return load_state(self, state_dict, current_world(), load)
         with load_hooks(self, state_dict) as complete:
@@ -589,7 +590,7 @@ class AdamOptimizer(torch.optim.Optimizer):
             state_dict: {"state": {index of a parameter, counted through all groups: {name: value}}, "param_groups": as
                 in torch}, and any entries that a subclass or a hook has added to the result of `state_dict`.
         """
-        if len(state_dict) > 2:  # only a subclass's `load_state_dict`, or a hook, can load the additional entries
+        if len(state_dict) > 2:  # the additional entries can be loaded only by a subclass's `load_state_dict` or a hook
             self.load_state_dict(state_dict)
         else:
             with load_hooks(self, state_dict) as complete:
@@ -601,10 +602,12 @@ class AdamOptimizer(torch.optim.Optimizer):
     def allocate_state(self, state_dict: dict) -> dict[torch.Tensor, dict[str, torch.Tensor]]:
         """Load only the step counts and parameter groups of a saved state, and allocate tensors for the rest of it.
 
-        `bmt.load_state` calls this and then reads the checkpoint into the returned tensors, so that loading needs no
-        second copy of the state. It calls `expect_state` before, because `state_dict`, which lacks the moments, does
-        not show which class of optimizer has saved it. The call discards the optimizer's earlier state. Every rank must
-        call it, because the next `step` compares what the ranks have loaded.
+        `bmt.load_state` calls this method and then reads the checkpoint into the returned tensors, so that loading
+        needs no second copy of the state. The optimizer's earlier state is discarded. Every rank must call this method,
+        because the next `step` compares what the ranks have loaded.
+
+        Call `expect_state` first, to check that this optimizer can continue from the saved state. `allocate_state`
+        cannot check this itself, because `state_dict` lacks the moments.
 
         Args:
             state_dict: {"state": {index of a parameter, counted through all groups: {"step": count, and entries of
@@ -656,7 +659,7 @@ class AdamOptimizer(torch.optim.Optimizer):
         # If the groups differ in number or size from this optimizer's, `super().load_state_dict` below raises an error.
         if [len(group["params"]) for group in groups] == [len(group["params"]) for group in self.param_groups]:
             for parameter, name, value in given:  # before anything changes, because `own_part` raises for wrong shapes
-                if not is_own(name):  # other code has added it, so only this code knows its form
+                if not is_own(name):  # other code has added this entry, and only that code knows its form
                     own = own_part(parameter, name, value)
                     if isinstance(own, torch.Tensor):
                         own = own.detach().to(parameter.device, copy=copied)

@@ -117,8 +117,8 @@ def _finish_load(optimizer: Any, full_state: FullState) -> None:
     """
     facts = None
     if isinstance(optimizer, AdamOptimizer):
-        # Its `load_state_dict` has sharded the state, so the full values are gone. It has stored hashes of them for
-        # this check, which is made once.
+        # AdamOptimizer.load_state_dict has already sharded the state, so the full values are gone. It has stored their
+        # hashes in `loaded_facts`. Set this attribute to None, so that the hashes are compared only once.
         facts, optimizer.loaded_facts = optimizer.loaded_facts, None
     elif full_state.is_loaded(optimizer) and optimizer.state:
         facts = full_facts((p, *item) for p, state in optimizer.state.items() for item in state.items())
@@ -245,9 +245,10 @@ def _check_element_wise(optimizer: torch.optim.Optimizer, device: torch.device) 
     Collective: every rank must call it. For each parameter group, there are two trials, in which new optimizers of the
     same class make a few steps on a small matrix. Their updates must equal those of one optimizer for the full matrix.
 
-    1. Two optimizers each update a 1-D part of the matrix. Element-wise optimizers pass this trial. An optimizer of
-       torch.optim that passes it is accepted without the second trial.
-    2. One optimizer updates a sharded matrix. For all other optimizers, this trial decides. Optimizers that are not
+    1. Two optimizers each update a 1-D part of the matrix. Element-wise optimizers, which update each element from its
+       own gradient and state alone, pass this trial. If the optimizer is one of torch.optim, it is then accepted
+       without the second trial.
+    2. One optimizer updates a sharded matrix. This trial decides about all other optimizers. Optimizers that are not
        element-wise, such as Adafactor, pass it if they call only functions of torch that compute with the full matrix.
        With tensor parallelism, they are refused without this trial if a parameter of the group is split.
 

@@ -113,15 +113,15 @@ class OptimManager:
         if loss_scale is not None:
             self._scale = torch.tensor(loss_scale, dtype=torch.float32, device=self._device)
         self._clean_steps = torch.zeros((), dtype=torch.int32, device=self._device)
-        # For the next step:
-        # Clip factors that are applied in the update, each with the gradients that it was computed for.
+        # The following four attributes concern the coming step. `_forget_norms` resets them after it.
+        # For each optimizer, the clip factor that its update will apply, and the gradients that the factor is for.
         self._clips: dict[torch.optim.Optimizer, tuple[torch.Tensor, _Seen]] = {}
         self._checked: _Seen = {}  # gradients that were searched for inf and nan
         self._found_inf = torch.zeros(1, dtype=torch.float32, device=self._device)  # 1 if inf or nan was found
         # The gradients that optimizers used in a step in which another optimizer then raised an error. If this step is
         # repeated, the optimizers must not use them a second time.
         self._updated: dict[torch.optim.Optimizer, _Seen] = {}
-        # From the last step:
+        # The attributes from here to `_parameters` describe the last step.
         self._skipped: HostFlag | None = None  # the skip flag, until the host has read it
         self._updated_in_backward = False  # whether an optimizer has already updated weights during the backward
         # The gradients that the last step used, with their version counters. If the host learns later that this step
@@ -380,7 +380,8 @@ class OptimManager:
         norm = self._check(parameters, float(norm_type))
         if self._scale is not None:
             norm = norm / self._scale
-        # If the norm is inf or nan, the step is skipped. The factor is then 1, so that it spoils no other gradients.
+        # If the norm is inf or nan, the step is skipped. The factor is then 1: max_norm / (norm + eps) would be 0 or
+        # nan, and would overwrite finite gradients too.
         factor = torch.where(norm.isfinite(), (max_norm / (norm + eps)).clamp_(max=1.0), 1.0)
         in_updates: set[torch.nn.Parameter] = set()
         # Leave the factor to `step` only if `max_norm` is a number above 0. `step` divides by the factor's reciprocal,
@@ -430,7 +431,7 @@ class OptimManager:
                 # There is no new gradient, so this call repeats the step in which a scheduler raised an error.
                 self._advance_schedulers()
                 return
-            self._due = []  # the program has not repeated that step
+            self._due = []  # some gradient is new, so the program does not repeat that step
         if self._compared != len(self.optimizers):
             self._compare()
         # 2. Search all gradients for inf and nan, except those that `clip_grad_norm` has searched already.
@@ -767,7 +768,9 @@ class OptimManager:
             scale = None if self._scale is None else self.loss_scale
             self._skips.report(self._steps, self, self._parameters, scale, self._bounds[0])
             return
-        self._used = used  # by which a repeated `step` finds out that there is no new gradient
+        # If a scheduler raises an error and the program repeats `step`, the repeated `step` compares the gradients with
+        # `_used`, to find out that they are not new.
+        self._used = used
         self._due = [scheduler for scheduler in self.schedulers if scheduler is not None]
         self._advance_schedulers()
 
@@ -816,7 +819,7 @@ def _still(parameter: torch.nn.Parameter, seen: tuple[weakref.ref[torch.Tensor],
 
     seen: a weak reference to the `.grad` that the step has used, and its version counter.
     """
-    gradient = parameter.grad  # read this first: the strong reference keeps the tensor alive for the weak one in `seen`
+    gradient = parameter.grad  # this strong reference keeps the tensor alive while the weak reference in `seen` is read
     if gradient is None or seen[0]() is not gradient or not is_unchanged(parameter, (gradient, seen[1])):
         return None
     return gradient
@@ -847,7 +850,7 @@ def _check_clipping(param_groups: Any, max_norm: Any, norm_type: Any, eps: Any) 
     expect_kind("param_groups", param_groups, (list, tuple), wanted)
     for group in param_groups:
         expect_kind("param_groups", group, dict, wanted)
-    # The value of a tensor is not checked, because the host would have to wait for it.
+    # The value of a tensor is not checked, because the host would have to wait for the device to read it.
     if not isinstance(max_norm, torch.Tensor) or max_norm.numel() != 1:
         expect_number("max_norm", max_norm, "at least 0", lambda norm: norm >= 0)
     if norm_type != "inf":  # torch's clip_grad_norm_ accepts this string

@@ -54,11 +54,12 @@ class SkippedSteps:
             expect_number("max_skipped_steps", limit, wanted, lambda steps: steps >= 1, integer=True)
         self.limit = limit
         self._last = 0  # the number of the last step that was skipped
-        # _in_row: the number of skipped steps in a row, up to the last one. _lost: how many of them count towards
-        # `limit`: all if there is no loss scale, otherwise those after the first that left the scale at its minimum.
+        # _in_row: the number of skipped steps in a row, up to the last one. _lost: how many of these count towards
+        # `limit`. Without a loss scale, all of them count. With one, a step counts only if the step just before it was
+        # also skipped and left the scale at its minimum.
         self._in_row = self._lost = 0
         self._at_minimum = False  # whether the last skipped step has left the loss scale at the minimum
-        self._looked = 0  # the number of the step to which `_counts` belongs
+        self._looked = 0  # the number of the step whose nan and inf are counted in `_counts`
         self._counts: torch.Tensor | None = None
 
     def start_anew(self) -> None:

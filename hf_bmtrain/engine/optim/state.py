@@ -55,7 +55,8 @@ def save_state(optimizer: torch.optim.Optimizer, world: World, gather: bool) -> 
         RuntimeError: `gather` is True, there are several ranks, and the optimizer's state dict has sharded tensors in
             an entry other than "state".
     """
-    # A wrapper's own `state_dict` may add entries, which its `load_state_dict` loads.
+    # If the optimizer is wrapped, call the wrapper's `state_dict`, not that of the optimizer inside: it may add entries
+    # that the wrapper's `load_state_dict` needs.
     full_state: FullState | None = getattr(unwrapped(optimizer), "full_state", None)
     with nullcontext() if full_state is None else full_state.local():
         given = optimizer.state_dict()
@@ -146,7 +147,8 @@ def load_state(
         RuntimeError: the ranks pass different full states, or own states with different settings.
     """
     state: States = saved["state"]
-    # Of a rank's own state, compare only the settings: entries that the optimizer has added may differ between ranks.
+    # A full state must be the same on all ranks. If each rank passes its own state, compare only two of its entries,
+    # because the others, such as the moments, may differ between ranks.
     same = saved if "sliced" in saved else {name: saved[name] for name in ("param_groups", "world_size")}
     if world.size > 1:
         world.check_same_on_all_ranks("load_state_dict", contents(same))
@@ -157,7 +159,7 @@ def load_state(
             parameter = parameters[key]
             if isinstance(parameter, DistributedParameter):
                 values.update({name: parameter.take_whole(values[name]) for name in saved["sliced"] if name in values})
-    else:  # if the state does not fit the elements of some ranks, raise the error on all ranks
+    else:  # each rank passes its own state: if one does not fit its rank, raise the error on all ranks
         problem = next(filter(None, world.gather_objects(_misfit(saved, world))), None)
         if problem is not None:
             raise ValueError(problem)
@@ -167,7 +169,7 @@ def load_state(
     for values in optimizer.state.values() if "sliced" in saved else ():
         for name, value in values.items():
             if isinstance(value, ShardTensor) and value.part.untyped_storage().nbytes() > value.part.nbytes:
-                values[name] = value.clone()  # the view would keep the full tensor in memory
+                values[name] = value.clone()  # `value` is a view, which would keep the full tensor in memory
 
 
 def _misfit(saved: dict[str, Any], world: World) -> str | None:
@@ -482,7 +484,7 @@ def divide_state(parameters: dict[Any, Any], state: States, world: World) -> tup
 def _is_step_count(name: str, value: Any) -> bool:
     """Return whether a value in an optimizer's state is a tensor of one element with the name of a step count.
 
-    It may have the shape of a local parameter of one element, but is not sharded like it.
+    Such a tensor may have the same shape as a local parameter of one element, but it is not sharded like the parameter.
     """
     return name == "step" and isinstance(value, torch.Tensor) and value.numel() == 1
 

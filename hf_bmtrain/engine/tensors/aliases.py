@@ -10,7 +10,7 @@ import torch
 
 from ..base.torch_internals import is_tracing
 
-SET_DATA: Callable[[Any, Any], None] = getattr(torch.Tensor, "data").__set__  # noqa: B009, type checkers take it for a tensor, but it is a descriptor
+SET_DATA: Callable[[Any, Any], None] = getattr(torch.Tensor, "data").__set__  # noqa: B009, type checkers take `Tensor.data` for a tensor, but it is a descriptor
 """Sets torch's own `.data`: `SET_DATA(tensor, other)` makes `tensor` use the memory of `other`."""
 
 
@@ -96,7 +96,7 @@ class Aliases:
         """Make the aliases use the memory `new` (n,) instead of `old` (n,), each at the same position as before."""
         for alias in self._tensors.values():
             # Use the alias's dtype, which differs from the owner's if the alias is the real or imaginary part of a
-            # complex owner. Below, repeat the alias's lazy conjugation or negation.
+            # complex owner. If the alias is lazily conjugated or negated, its new view must be, too.
             memory = new.view(alias.dtype)
             start = alias.storage_offset() - old.storage_offset() * old.itemsize // alias.itemsize
             view = memory.as_strided(alias.size(), alias.stride(), memory.storage_offset() + start)

@@ -9,7 +9,7 @@ import torch
 
 from ..base.torch_internals import WithoutTorchFunction
 
-_backward = torch.autograd.backward  # torch's own function. Before torch 2.11, this module replaces it below.
+_backward = torch.autograd.backward  # torch's own function, which the end of this module replaces before torch 2.11
 
 
 def backward_to(tensors: Any, inputs: tuple | None, **options: Any) -> None:

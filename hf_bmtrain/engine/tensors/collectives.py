@@ -1,7 +1,7 @@
-"""Make functions of torch that ignore `__torch_function__` of their arguments call it for sharded tensors.
+"""Make functions of torch.nn.init and torch.distributed call `__torch_function__` of sharded tensors.
 
-These are functions of torch.nn.init, and of torch.distributed. From torch 2.12 on, those of torch.distributed call
-`__torch_function__` themselves.
+In torch, these functions ignore `__torch_function__` of their arguments. (From torch 2.12 on, those of
+torch.distributed call it themselves.)
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def _overridable(function: Callable[..., Any], kinds: tuple[type, ...]) -> Calla
     @wraps(function)
     def overridable(*args: Any, **kwargs: Any) -> Any:
         found = [each for each in find_tensors((args, kwargs)) if isinstance(each, kinds)]
-        if has_torch_function(found):  # False inside `__torch_function__` itself
+        if has_torch_function(found):  # False if `__torch_function__` made this call, because it is disabled then
             return handle_torch_function(overridable, found, *args, **kwargs)
         return function(*args, **kwargs)
 

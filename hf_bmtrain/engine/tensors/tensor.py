@@ -125,7 +125,7 @@ class ShardBase:
             theirs = getattr(values, "aliases", None)
             same = values.is_conj() == me.is_conj() and values.is_neg() == me.is_neg()
             if values is me or (same and theirs is not None and theirs is self.aliases):
-                return  # the memory is the same
+                return  # `values` already shares this tensor's memory
             if self.aliases is not None and self in self.aliases:
                 self.aliases.remove(self, torch.empty_like(me.part))
             elif self.aliases is not None and self.aliases.leave(me.part):
@@ -664,7 +664,7 @@ class _Call:
             result = self.func(*args, **kwargs)
             if result is NotImplemented:  # `==` returns it for an object that is not a number
                 return result
-            if not isinstance(result, torch.Tensor):  # for example of `where(condition)`, which returns indices
+            if not isinstance(result, torch.Tensor):  # for example, `where(condition)` returns a tuple of indices
                 return self._on_full()
             if any(result is each for each in self.slices):  # `contiguous`, for example, may return its argument
                 return result
@@ -855,7 +855,8 @@ class _Call:
             if (not same(full, versions[key]) if declared is None else key in declared)
         }
         if self.in_place and declared is None and self.args and id(self.args[0]) in unique:
-            # Functions such as `apply_` do not increment the version counter.
+            # Functions such as `apply_` do not increment the version counter. So take the first argument of an in-place
+            # function as modified in any case.
             written[id(full_params[id(self.args[0])])] = self.args[0]
         for key, full in full_params.items():
             if id(full) in written:
@@ -961,15 +962,15 @@ def barrier_outside(occasion: str) -> None:
         world.barrier(occasion)
 
 
-SET_GRAD: Callable[[Any, Any], None] = getattr(torch.Tensor, "grad").__set__  # noqa: B009, type checkers take it for a tensor, but it is a descriptor
+SET_GRAD: Callable[[Any, Any], None] = getattr(torch.Tensor, "grad").__set__  # noqa: B009, type checkers take `Tensor.grad` for a tensor, but it is a descriptor
 """Sets torch's own `.grad` of a tensor. For a sharded tensor, the caller must also set its `grad_now`."""
 
 
 class Address:
     """The result of `data_ptr()` of a sharded tensor, if there are several ranks.
 
-    Addresses can be compared and hashed, so that code can look for tied tensors. Two are equal if the tensors begin at
-    the same place of the same memory and are divided among the ranks by the same Placement object.
+    Addresses can be compared and hashed, so that code can look for tied tensors. Two addresses are equal if the tensors
+    begin at the same place of the same memory and are divided among the ranks by the same Placement object.
 
     An Address is not a number, and arithmetic with it raises RuntimeError: code that combines an address with
     `numel()`, the number of elements of the full tensor, would access memory beyond this rank's elements.
@@ -1147,7 +1148,7 @@ def _operand(value: torch.Tensor, like: Any) -> torch.Tensor | None:
     if value.numel() == 1:
         if value.dim() < 2:
             return value
-        return value.reshape(1) if value.dim() <= len(shape) else None  # None, because the result has more dimensions
+        return value.reshape(1) if value.dim() <= len(shape) else None  # None if the result has more dimensions
     try:
         result = torch.broadcast_shapes(value.shape, shape)
     except RuntimeError:

@@ -518,10 +518,10 @@ class Watch(Monitor):
         return self._last_seen(rank, status) if status is not None and condition(status.pid) == "gone" else ""
 
     def _last_seen(self, rank: int, status: Status) -> str:
-        """Return a clause about a rank that cannot join operations: where it was last seen, and why it cannot.
+        """Return a clause about a rank that issues no more collectives: which line of the program it ran last, and why.
 
-        If the rank's program has ended, the clause says only how it ended: the line in its status may be a second old,
-        and `Status.ended` already names the line of an error.
+        If the rank's program has ended, the clause says only how it ended. The line of the program in its status may be
+        a second old, and `Status.ended` already names the line at which an error was raised.
         """
         if status.ended:
             return f"rank {rank} {status.ended}"

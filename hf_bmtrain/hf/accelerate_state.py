@@ -113,7 +113,8 @@ class _AcceleratorStates:
         keep: int | None = 1
         if automatic:
             keep = None if limit is None else max(1, limit)  # as in Accelerate, a limit of 0 keeps the new checkpoint
-        with ExitStack() as stack:  # closing it renames the temporary folder that `_fresh` may create to `root`
+        # If `_fresh` creates a temporary folder, the end of this context renames that folder to `root`.
+        with ExitStack() as stack:
             fresh = _on_first_rank(world, lambda: _refuse_existing(root / name) if name else _fresh(root, stack))
             try:
                 saved = save_state(

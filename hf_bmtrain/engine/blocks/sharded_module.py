@@ -225,8 +225,9 @@ def _extended_class(base: type, cls: Any, attributes: tuple[tuple[str, Any], ...
 def _begins_without_dict(cls: Any) -> bool:
     """Return whether the memory layout of `cls` begins with that of a base class without `__dict__`, such as ABC.
 
-    An example is `class C(ABC, nn.Module)`. `extend_class` then makes `cls` the first base of the class that it
-    creates. Only then does Python allow assigning the created class to the `__class__` of instances of `cls`.
+    An example is `class C(ABC, nn.Module)`. Python allows assigning a new class to the `__class__` of an instance only
+    if both classes have the same memory layout. For such a `cls`, the class that `extend_class` creates has the same
+    layout only if `cls` is its first base.
     """
     while cls.__base__.__dictoffset__:
         cls = cls.__base__
@@ -279,7 +280,9 @@ def _plain_copy(module: Any, memo: dict[int, Any]) -> Any:
             copied.__dict__[name] = copy.deepcopy(value, memo)
         if isinstance(copied, ShardedModule) and "_schedule" in vars(each):
             copied.__dict__["_schedule"] = vars(each)["_schedule"]
-    if id(module) not in memo:  # call the user's `__deepcopy__` with the module as it was before it was sharded
+    # The loops above have copied the modules whose class has no `__deepcopy__` of its own. If the class of `module` has
+    # one, call it with the module as it was before it was sharded.
+    if id(module) not in memo:
         cls = own_class(module)
         unsharded = cls.__new__(cls)
         unsharded.__dict__.update(_own_attributes(module))

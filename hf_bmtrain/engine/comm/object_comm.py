@@ -49,7 +49,9 @@ class ObjectComm:
         self.occasions: dict[int, str] = {}
         self._group: Any = dist.new_group(backend="gloo", timeout=timeout + LATER) if size > 1 else None
         self._store: Any = default_store() if size > 1 else None
-        self._last: Any = None  # the last operation of `any` or `smallest`; while it runs, `close` keeps the group
+        # The last all-reduce that the method `any` or `smallest` of this class has started. If it is still running,
+        # `close` does not destroy the process group.
+        self._last: Any = None
 
     def gather(self, value: Any, occasion: str = "an exchange of objects") -> list[Any]:
         """Return the values that all ranks pass, in rank order. Collective: every rank must call it.

@@ -163,7 +163,9 @@ def load_state(
         problem = next(filter(None, world.gather_objects(_misfit(saved, world))), None)
         if problem is not None:
             raise ValueError(problem)
-    full_state_of(optimizer)  # register its hook, so that `state_dict` gathers this state even before the first step
+    # Call this for its effect: it registers a hook, so that the optimizer's `state_dict` returns full tensors even
+    # before the first step.
+    full_state_of(optimizer)
     added = {name: value for name, value in saved.items() if name not in _KNOWN} | saved.get(_ADDED, {})
     (load or optimizer.load_state_dict)({**added, "state": state, "param_groups": saved["param_groups"]})
     for values in optimizer.state.values() if "sliced" in saved else ():

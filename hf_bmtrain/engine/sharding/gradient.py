@@ -435,7 +435,7 @@ class GradientBuffer:
         Optimizers use this sum instead of a half-precision `.grad`, because it is more precise. The result is a view in
         float32 or wider. Returns None in two cases:
 
-        * There is no sum yet, because only one backward has contributed to the gradients since they were all None.
+        * There is no sum, because the gradients come from a single backward (all were None before it).
         * `shard`, or a `.grad` that is a view of it, was written to after the last reduction.
 
         start, stop: indices into `shard`.

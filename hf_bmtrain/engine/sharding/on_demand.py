@@ -341,7 +341,8 @@ def watch(group: Sequence[OnDemandGather]) -> Iterator[None]:
     At the end of the context, the full parameters of a flat buffer are freed if all of the following hold:
 
     * Autograd has saved no view of them.
-    * They were read in this context and, in this forward pass, not outside `watch`.
+    * They were read in this context.
+    * They were not read outside `watch` in this forward pass.
     * Only one module has ever read parameters of this buffer. (Otherwise, for example if weights are tied, another
       module may soon read them.)
 

@@ -200,10 +200,10 @@ class Float8Storage(Storage):
         needs a weight of this buffer in the weight's own dtype. At the time of the call, no forward may be waiting for
         its backward. The weights are all-gathered immediately, to check that they arrive correctly.
 
-        If the buffer is resident (kept unsharded from step to step) and unsharded now, it is unsharded after the call,
-        too. Otherwise it is resharded. A resident buffer must not be resharded here, because ranks may run different
-        blocks: a rank that runs the buffer's block would then have to start an all-gather, and would wait forever for
-        ranks that do not run the block.
+        A resident buffer (one that is kept unsharded from step to step) that is unsharded at the time of the call is
+        unsharded after it, too. Any other buffer is resharded. If a resident buffer were resharded, the next forward of
+        its block would start an all-gather. Ranks may run different blocks, so the all-gather could wait forever for a
+        rank that does not run this block.
 
         Args:
             requantizer: the object that rounds the shards of all storages of this class together.
@@ -247,9 +247,9 @@ class Float8Storage(Storage):
     def switch_back(self) -> None:
         """All-gather the weights in their own dtype again, so that they can be read. Undoes `switch`.
 
-        At the time of the call, no forward may be waiting for its backward. As after `switch`, the buffer is unsharded
-        if it was resident and unsharded before. The memory of the rounded shard is kept, because other ranks may still
-        be copying from it. Collective: every rank must call it.
+        Collective: every rank must call it, while no forward waits for its backward. A resident buffer (one that is kept
+        unsharded from step to step) that is unsharded at the time of the call is unsharded after it, too. The memory of
+        the shard in float8 is kept, because other ranks may still be copying from it.
         """
         buffer = self.buffer
         was_resident = buffer.is_unsharded and buffer.is_resident

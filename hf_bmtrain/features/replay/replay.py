@@ -393,9 +393,14 @@ class Buffers:
     def show(self) -> Callable[[], None]:
         """Put the saved buffers into the modules for a recomputation. Return a function that undoes this.
 
-        A buffer that was written to since it was saved is not put back itself. If it was copied, the modules get a new
-        tensor with the saved values instead. If it was not copied, they get a tensor that raises an error when it is
-        used. The buffer itself is not overwritten, because autograd may have saved it for backward.
+        Three cases are possible for each buffer:
+
+        * It was not written to since it was saved: the modules get the buffer itself.
+        * It was written to, and `copy` has saved its values: the modules get a new tensor with these values.
+        * It was written to, and its values were not saved: the modules get a tensor that raises an error when it is
+          used.
+
+        A buffer is never overwritten, because autograd may have saved it for backward.
         """
         written = self.written_since()
         shown: dict[int, torch.Tensor] = {
@@ -561,8 +566,8 @@ class Snapshot:
         # Restore hooks before calling `is_present`, which returns False if a module that had no hooks when the
         # attributes were saved has some now.
         hooks = self.hooks.restore()
-        # Often no attribute has changed since it was saved, which is cheap to check. Then the present attributes need
-        # not be copied, because `undo` can restore them from the saved copy.
+        # Often no attribute has changed since it was saved, and this is cheap to check. In this case, skip `restore`,
+        # which would copy the present attributes for `undo`: they are equal to the saved ones.
         attributes = self.attributes
         undo_attributes = None if attributes.is_present() else attributes.restore()
         modes = attributes.set_modes(self.modes)
@@ -681,8 +686,8 @@ class Attributes:
     Attributes:
         buffers: the attribute `_buffers` of each module.
         norms: the indices of batch and instance norms among the modules. In training mode, they write their buffers.
-        hooks: the dicts in which the modules inside the layer store their forward hooks and the options of these hooks,
-            for all modules in one list: the argument of `Hooks`. The layer's own hooks are not included.
+        hooks: the dicts in which modules store their forward hooks and the options of these hooks. One list contains the
+            dicts of all modules inside the layer, without those of the layer itself. It is the argument of `Hooks`.
         generators: the random generators in the attributes, also inside containers and tuples.
     """
 
@@ -912,7 +917,8 @@ def _access(generator: Any) -> tuple[Callable[[], Any], Callable[[Any], Any]]:
 
 
 _python: Any = random.getstate.__self__  # pyright: ignore[reportFunctionMemberAccess]
-_head = object.__basicsize__  # bytes of a Python object's header (reference count and type), which its data follows
+# The size in bytes of a Python object's header (reference count and type). The object's data begin after it.
+_head = object.__basicsize__
 _python_words = (ctypes.c_char * (_PlainRandom.__basicsize__ - _head)).from_address(id(_python) + _head)
 _NumpyWords = ctypes.c_char * (4 * (624 + 1))  # the state's 624 words of 4 bytes, and the position of the next word
 _numpy: Any = np.random.mtrand._rand  # pyright: ignore[reportAttributeAccessIssue]

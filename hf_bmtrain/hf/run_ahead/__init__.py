@@ -67,10 +67,10 @@ class RunAhead:
                 "the copy of each batch, because the data loader is not a DataLoader that Accelerate has prepared"
             )
         else:
-            # These methods run after an attention mask was copied to the GPU, and before the forward. One that the
-            # program has overridden could write to the mask in a way that torch does not notice. In that case, do not
-            # rely on what the mask was before the copy (`note_masks`): the forward reads the mask on the GPU, and the
-            # host waits.
+            # The four methods listed below run after an attention mask was copied to the GPU, and before the forward.
+            # If the program overrides one of them, its own method could write to the mask without torch noticing. So
+            # then do not note, before the copy, whether the mask is all ones (`note_masks=False`). Instead, the forward
+            # reads the mask on the GPU, for which the host waits.
             own = _own(trainer, ["get_batch_samples", "training_step", "_prepare_inputs", "compute_loss"])
             self._parts.append(BatchCopies(loader, note_masks=not own))
             if own:

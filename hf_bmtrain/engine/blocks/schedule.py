@@ -577,8 +577,8 @@ class Schedule:
         arguments, so that both blocks are resharded.
 
         block: the block whose forward or backward starts now; None if none starts.
-        prefetched: the block that the caller will prefetch after this call; None if it prefetches none. The next call of
-            this method reshards that block, unless it is needed then.
+        prefetched: the block that the caller will prefetch after this call; None if it prefetches none. The next call
+            of this method reshards that block, unless it is needed then.
         """
         for reference in (self._left_unsharded, self._prefetched):
             kept = reference() if reference is not None else None

@@ -206,9 +206,9 @@ def adam8_update(
         grad: (n,), only read: float32, or the dtype of `weight`. If `weight` is None: float32, float16 or bfloat16.
         master: (n,), updated: the float32 master weights. If `weight` is None, they are the parameter itself. For
             bfloat16 weights, `master` may instead contain int16 residuals. A residual is the 32 bits of the master
-            weight, read as an integer, minus the 16 bits of the weight followed by 16 zeros (see residual.py). A residual of 32768 does not fit in int16. It is
-            stored as 32767, which moves the master weight to the adjacent float32 number in the direction of the
-            weight.
+            weight, read as an integer, minus the 16 bits of the weight followed by 16 zeros (see residual.py). A
+            residual of 32768 does not fit in int16. It is stored as 32767, which moves the master weight to the
+            adjacent float32 number in the direction of the weight.
         moments: the moments of these elements, updated.
         weight: (n,) float16 or bfloat16, written with the new master weights, rounded to nearest even. With residuals,
             it is read too. None if `master` is the parameter itself.

@@ -287,10 +287,10 @@ class OptimManager:
         `OptimManager.scale_loss(loss).backward()`. Collective: every rank must call it. On a GPU, this call completes
         the previous step. If that step was skipped, the ranks exchange messages to find which gradient was inf or nan.
 
-        If OptimManager was created with a `grad_scale` (its default is the number of ranks), the loss is also multiplied
-        by (number of ranks) / `grad_scale`. Backward averages the gradients over the ranks. With this factor, the mean
-        equals the sum of the ranks' gradients divided by `grad_scale`. `step` divides the gradients by the loss scale,
-        but not by this factor.
+        If OptimManager was created with a `grad_scale` (its default is the number of ranks), the loss is also
+        multiplied by (number of ranks) / `grad_scale`. Backward averages the gradients over the ranks. With this
+        factor, the mean equals the sum of the ranks' gradients divided by `grad_scale`. `step` divides the gradients by
+        the loss scale, but not by this factor.
 
         Args:
             loss: this rank's loss.

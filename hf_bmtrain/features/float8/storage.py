@@ -247,9 +247,9 @@ class Float8Storage(Storage):
     def switch_back(self) -> None:
         """All-gather the weights in their own dtype again, so that they can be read. Undoes `switch`.
 
-        Collective: every rank must call it, while no forward waits for its backward. A resident buffer (one that is kept
-        unsharded from step to step) that is unsharded at the time of the call is unsharded after it, too. The memory of
-        the shard in float8 is kept, because other ranks may still be copying from it.
+        Collective: every rank must call it, while no forward waits for its backward. A resident buffer (one that is
+        kept unsharded from step to step) that is unsharded at the time of the call is unsharded after it, too. The
+        memory of the shard in float8 is kept, because other ranks may still be copying from it.
         """
         buffer = self.buffer
         was_resident = buffer.is_unsharded and buffer.is_resident

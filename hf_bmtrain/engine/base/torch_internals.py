@@ -267,14 +267,15 @@ equivalent."""
 def unwrapped(optimizer: Any) -> torch.optim.Optimizer:
     """Return the optimizer inside wrappers such as Accelerate's, or `optimizer` itself if it is not wrapped.
 
-    A wrapper is a torch.optim.Optimizer with an attribute `optimizer`, whose state is also its own. (Schedulers have
-    such an attribute, too, but are no wrappers. An optimizer with other state than the one inside it is none, either.)
+    A wrapper has an optimizer as an attribute, whose `state` is also its own. If it has no `state`, it has the same
+    `param_groups`. It need not be a torch.optim.Optimizer. (Schedulers have such an attribute, too, but neither of the
+    two. An optimizer with other state than the one inside it is no wrapper, either.)
     """
-    while isinstance(optimizer, torch.optim.Optimizer):
-        inner = getattr(optimizer, "optimizer", None)
-        if not isinstance(inner, torch.optim.Optimizer) or inner.state is not optimizer.state:
-            break
-        optimizer = inner
+    shared = "state" if hasattr(optimizer, "state") else "param_groups"
+    for inner in getattr(optimizer, "__dict__", {}).values() if hasattr(optimizer, "param_groups") else ():
+        if isinstance(inner, torch.optim.Optimizer) and inner is not optimizer:
+            if getattr(inner, shared) is getattr(optimizer, shared):
+                return unwrapped(inner)
     return optimizer
 
 

@@ -7,7 +7,6 @@ import inspect
 import itertools
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
@@ -18,7 +17,7 @@ from ..engine.base.arguments import expect_kind, expect_module, expect_path
 from ..engine.base.torch_internals import WithoutTorchFunction, has_load_hooks, state_dict_hooks, unwrapped
 from ..engine.optim.adam import START_ANEW, AdamOptimizer
 from ..engine.optim.manager import OptimManager
-from ..engine.optim.state import FullState, check_keys, divide_state, full_state_of, holds_shards
+from ..engine.optim.state import FullState, check_keys, divide_state, full_state_of, holds_shards, local_state_dict
 from ..engine.runtime.world import World
 from ..engine.sharding.parameter import DistributedParameter, is_part, is_read_only
 from ..engine.sharding.state_dict import unexpanded
@@ -235,13 +234,13 @@ def _full(name: str, tensor: torch.Tensor) -> Entry:
 def optimizers_of(given: Any) -> list[torch.optim.Optimizer]:
     """Return the argument `optimizer` of `save_state` or `load_state` as a list of optimizers.
 
-    A wrapper that does not call `Optimizer.__init__`, such as Accelerate's, is replaced by the optimizer inside. Other
-    wrappers are kept, because their `state_dict` may return entries that the optimizer inside does not have.
+    Accelerate's wrapper, which adds nothing to the state, is replaced by the optimizer inside. Other wrappers are kept,
+    because their `state_dict` may return entries that the optimizer inside does not have.
 
     given: an OptimManager, an iterable of optimizers, or one optimizer. None gives an empty list.
     """
-    optimizers = given.optimizers if isinstance(given, OptimManager) else _list_of(given)
-    return [each if hasattr(each, "_optimizer_state_dict_post_hooks") else unwrapped(each) for each in optimizers]
+    optimizers: list[Any] = given.optimizers if isinstance(given, OptimManager) else _list_of(given)
+    return [each.optimizer if type(each).__module__ == "accelerate.optimizer" else each for each in optimizers]
 
 
 def _list_of(given: Any) -> list[Any]:
@@ -275,8 +274,9 @@ def check_arguments(folder: Any, model: Any, optimizer: Any, schedulers: list[An
     """
     expect_path("folder", folder)
     expect_module("model", model)
+    wanted = "an OptimManager, one or several optimizers, or None"
     for each in optimizers_of(optimizer):
-        expect_kind("optimizer", each, torch.optim.Optimizer, "an OptimManager, one or several optimizers, or None")
+        expect_kind("optimizer", unwrapped(each), torch.optim.Optimizer, wanted)
     for each in schedulers:
         if isinstance(each, (torch.nn.Module, type)) or not callable(getattr(each, "load_state_dict", None)):
             raise TypeError(
@@ -421,12 +421,18 @@ def optimizer_entries(
             parameters, or the optimizer stores state under names instead of parameters.
         ValueError: a parameter of the optimizer is not in `model`.
     """
-    parameters = named(optimizer, model)
-    check_keys(optimizer, optimizer.state)
-    state: dict[Any, dict[str, Any]] = dict(optimizer.state)
-    if isinstance(optimizer, AdamOptimizer):
-        state = optimizer.stored_state()
+    parameters, inner = named(optimizer, model), unwrapped(optimizer)
+    check_keys(optimizer, inner.state)
     with WithoutTorchFunction():
+        state: dict[Any, dict[str, Any]] = {}
+        if isinstance(inner, AdamOptimizer):
+            state = inner.stored_state()
+        else:
+            # A wrapper may have an empty `state` of its own, and return that of the optimizer inside.
+            given = local_state_dict(optimizer)
+            keys = itertools.chain(*(group["params"] for group in given.get("param_groups", ())))
+            returned = given.get("state", {})
+            state = {p: returned[key] for key, p in zip(keys, parameters.values()) if key in returned} | inner.state
         held = {name: state[parameter] for name, parameter in parameters.items() if parameter in state}
     sharded, others = divide_state(parameters, held, world)
     for name, values in others.items():
@@ -458,15 +464,13 @@ def added_entries(optimizer: torch.optim.Optimizer, world: World) -> dict[str, A
     adds = getattr(optimizer.state_dict, "__func__", None) not in plain
     if not (adds or any(not isinstance(getattr(h, "__self__", None), FullState) for h in hooks)):
         return {}
-    full_state: FullState | None = getattr(optimizer, "full_state", None)
-    with nullcontext() if full_state is None else full_state.local():
-        state_dict = optimizer.state_dict()
+    state_dict = local_state_dict(optimizer)
     added = {name: value for name, value in state_dict.items() if name not in ("state", "param_groups")}
     for name, value in added.items():
         if world.size > 1 and holds_shards(value):
             raise RuntimeError(
-                f"{type(optimizer).__name__} has sharded tensors in the entry '{name}' of its state_dict(), so "
-                "save_state cannot save it. Keep them in the state of their parameters, optimizer.state[parameter]."
+                f"{type(optimizer).__name__} has sharded tensors in the entry '{name}' of its state_dict(), so it "
+                "cannot be saved. Keep them in the state of their parameters, optimizer.state[parameter]."
             )
     return added
 
@@ -494,7 +498,7 @@ class LoadedState:
       optimizer stores them in 8 bits. Then `target` returns temporary tensors, and `load` converts their values.
 
     Args:
-        optimizer: the optimizer.
+        optimizer: the optimizer. If it is a wrapper, its own `load_state_dict` is called.
         parameters: its parameters, as {name in the model: parameter}.
         names: the state tensors for which `target` will be called, as (parameter name, key). An example of a key is
             "exp_avg".
@@ -514,7 +518,9 @@ class LoadedState:
         added: Mapping[str, Any] = MappingProxyType({}),
     ) -> None:
         numbers = {name: number for number, name in enumerate(parameters)}
-        self._optimizer, self._parameters, self._numbers, self._added = optimizer, parameters, numbers, added
+        self._parameters, self._numbers, self._added = parameters, numbers, added
+        self._optimizer: Any = unwrapped(optimizer)
+        self._load = None if self._optimizer is optimizer else optimizer.load_state_dict
         # A state dict refers to parameters by index. The parameters of a group may have been in another order when they
         # were saved. So use the indices of this optimizer's parameters, and find the saved state of each by its name.
         counts = itertools.count()
@@ -577,6 +583,6 @@ class LoadedState:
             # Make the optimizer's `state_dict` return full states from now on. Without this call, it would do so only
             # after the optimizer's first step.
             full_state_of(self._optimizer)
-            self._optimizer.load_state_dict(state)
+            (self._load or self._optimizer.load_state_dict)(state)
         elif not self._places:
-            self._optimizer.take_state_dict(state)
+            self._optimizer.take_state_dict(state, self._load)

@@ -19,6 +19,7 @@ import numpy as np
 import torch
 
 from ..engine.base.checksums import checksums
+from ..engine.base.torch_internals import unwrapped
 from ..engine.optim.manager import OptimManager
 from ..engine.runtime.launcher import seed_everything
 from ..engine.runtime.world import World
@@ -77,7 +78,7 @@ def collect_own(
     # Check now whether these entries can be loaded again. Otherwise, the exchange of entries between the ranks, which
     # pickles them, might fail with an error that does not name the entry.
     for each, entries in zip(optimizers_of(optimizer), added):
-        _check_loadable(_for_file(entries), f"the state_dict() of {type(each).__name__}")
+        encode(entries, f"the state_dict() of {type(each).__name__}")
     return _for_file(
         {
             "rank": {
@@ -139,25 +140,15 @@ def _for_file(value: Any) -> Any:
     return value
 
 
-def encode(state: dict[str, Any]) -> bytes:
-    """Return the bytes of a checkpoint's file `state.pt`, which contains all state except the large tensors.
+def encode(value: Any, what: str = NAME) -> bytes:
+    """Return the bytes that torch.save writes for `value`, such as the state that `collect` returns.
 
     `save_state` calls this before it writes any file, so that an error leaves no incomplete checkpoint.
-
-    state: the random generators, schedulers and other small state, as `collect` returns them.
-
-    Raises ValueError if torch.load(weights_only=True) would refuse objects in the state.
-    """
-    return _check_loadable(state, NAME)
-
-
-def _check_loadable(value: Any, what: str) -> bytes:
-    """Return the bytes that torch.save writes for `value`.
 
     Raises ValueError if torch.load(weights_only=True) would refuse an object in `value`. The error names `what`, and
     the place of the object in it.
     """
-    file = io.BytesIO()
+    file, value = io.BytesIO(), _for_file(value)
     try:
         torch.save(value, file)
         torch.load(io.BytesIO(file.getvalue()), map_location="cpu", weights_only=True)
@@ -182,7 +173,7 @@ def _refused(value: Any) -> tuple[str, Any]:
         items = value.items() if type(value) in (dict, OrderedDict) else ()
     for key, each in items:
         try:
-            _check_loadable(each, "")
+            encode(each, "")
         except ValueError:
             place, refused = _refused(each)
             return f"[{key!r}]{place}", refused
@@ -328,7 +319,7 @@ def check_fit(optimizer: Any, schedulers: Any, model: torch.nn.Module, state: di
         optimizer.check_own_state(state["manager"])
     for each, saved in zip(optimizers_of(optimizer), state["optimizers"]):
         check_groups(saved["kind"], saved["groups"], groups_of(each, model))
-        check_settings(saved["kind"], saved["groups"], each)
+        check_settings(saved["kind"], saved["groups"], unwrapped(each))
 
 
 # -- extra state of modules, buffers, random generators -------------------------------------------------------------

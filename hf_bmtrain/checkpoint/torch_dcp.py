@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import math
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -14,12 +15,25 @@ from ..engine.optim.adam import AdamOptimizer
 from ..engine.optim.state import divide_state, save_state
 from ..engine.runtime.world import current_world
 from ..engine.sharding.parameter import DistributedParameter
-from .entries import LoadedState, check_groups, groups_of, named, refuse_parts, refuse_quantized
+from .entries import (
+    LoadedState,
+    added_entries,
+    check_groups,
+    groups_of,
+    named,
+    optimizers_of,
+    refuse_parts,
+    refuse_quantized,
+)
+from .small_state import encode
 
 _ADAMW = {
     "amsgrad": False, "maximize": False, "foreach": None, "capturable": False, "differentiable": False, "fused": None,
 }  # fmt: skip
 """Settings that torch.optim.AdamW has and AdamOptimizer lacks. With these values, both optimizers compute the same."""
+_ADDED = "added_entries"
+"""The entry of "optim" with all ranks' entries of `optimizer.state_dict()` beside "state" and "param_groups". It is
+present only if there are such entries, because `dcp.load` raises an error for an entry that a checkpoint lacks."""
 _SETTINGS = ("lr", "betas", "eps", "weight_decay")
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]
@@ -40,9 +54,14 @@ class DCPState:
     half-precision weights includes float32 master weights. So a checkpoint of half-precision weights that lacks them,
     such as one of torch.optim.AdamW, cannot be loaded into an AdamOptimizer.
 
+    Entries that the optimizer's `state_dict()` has beside "state" and "param_groups" are saved for each rank. With a
+    different number of ranks, every rank loads those of rank 0. A checkpoint without such entries, as of FSDP2, can be
+    loaded with `dcp.load(..., planner=DefaultLoadPlanner(allow_partial_load=True))`, which keeps the present ones.
+
     Args:
         model: the model; its complete state dict is saved.
-        optimizer: an AdamOptimizer, or another optimizer after its first step; None to save only the model.
+        optimizer: an AdamOptimizer, another optimizer after its first step, or a wrapper of one; None to save only the
+            model.
 
     Raises:
         RuntimeError: torch is older than 2.15.
@@ -63,18 +82,19 @@ class DCPState:
 
         expect_module("model", model)
         refuse_parts(model)
+        inner = unwrapped(optimizer)
         if optimizer is not None:
-            expect_kind("optimizer", optimizer, torch.optim.Optimizer, "a torch.optim.Optimizer or None")
-            optimizer = unwrapped(optimizer)
+            expect_kind("optimizer", inner, torch.optim.Optimizer, "a torch.optim.Optimizer or None")
+            (optimizer,) = optimizers_of(optimizer)
         if not hasattr(checkpoint, "CheckpointableTensor"):
             raise RuntimeError(
                 "DCPState needs torch.distributed.checkpoint.CheckpointableTensor, which torch 2.15 introduces, but "
                 f"this is torch {torch.__version__}. bmt.save_state works with any version, and other programs can "
                 "read its safetensors files."
             )
-        if isinstance(optimizer, AdamOptimizer) and not optimizer.adamw_state:
+        if isinstance(inner, AdamOptimizer) and not inner.adamw_state:
             raise ValueError(
-                f"DCPState saves the state of an optimizer in the format of AdamW, but {type(optimizer).__name__} has "
+                f"DCPState saves the state of an optimizer in the format of AdamW, but {type(inner).__name__} has "
                 "other state for some parameters. Save it with bmt.save_state, or pass no optimizer."
             )
         self._model, self._optimizer = model, optimizer
@@ -87,12 +107,16 @@ class DCPState:
 
         Returns:
             {"model": {name: tensor}} and, with an optimizer, "optim": {"state": {parameter name: {state name: value}},
-            "param_groups": [...]}. For a sharded tensor, the value is a CPU tensor of the rows in which this rank has
-            elements, with attributes that tell DCP which elements these are. For any other tensor, it is a full copy.
+            "param_groups": [...]}. If the optimizer's own `state_dict()` has more entries, "optim" has "added_entries",
+            bytes that are the same on every rank. For a sharded tensor, the value is a CPU tensor of the rows in which
+            this rank has elements, with attributes that tell DCP which elements these are. For any other tensor, it is
+            a full copy.
 
         Raises:
             ValueError: the model has quantized weights.
             RuntimeError: the optimizer is not an AdamOptimizer, and has no state because it has not made a step yet.
+            RuntimeError: on every rank, if an entry that the optimizer's `state_dict()` adds has an object that
+                torch.load(weights_only=True) would refuse or, with several ranks, a sharded tensor.
         """
         current_world().barrier("DCPState.state_dict")
         state: dict[str, Any] = {"model": {name: _pack(t, t) for name, t in _model_tensors(self._model).items()}}
@@ -134,12 +158,15 @@ class DCPState:
         torch.distributed.checkpoint.state_dict. Raises RuntimeError if there is no state yet, unless `optimizer` is an
         AdamOptimizer.
         """
-        world = current_world()
+        world, inner = current_world(), unwrapped(optimizer)
+        with world.raising_everywhere("DCPState.state_dict"):
+            added = added_entries(optimizer, world)
+            entries = encode(added, f"the state_dict() of {type(optimizer).__name__}") if added else b""
         parameters = named(optimizer, self._model)
         own = save_state(optimizer, world, gather=False)
         names = list(parameters)
         held = {names[number]: values for number, values in own["state"].items()}
-        if isinstance(optimizer, AdamOptimizer):
+        if isinstance(inner, AdamOptimizer):
             for name, parameter in parameters.items():
                 if parameter.requires_grad and name not in held:  # no step yet: make tensors to load into
                     held[name] = _before_first_step(parameter)
@@ -154,16 +181,17 @@ class DCPState:
             state[name][what] = _pack(parameters[name], held[name][what])
         numbers = iter(names)
         groups = [{**group, "params": [next(numbers) for _ in group["params"]]} for group in own["param_groups"]]
-        if isinstance(optimizer, AdamOptimizer):
+        if isinstance(inner, AdamOptimizer):
             groups = [
                 {**{key: group[key] for key in ("params", *_SETTINGS)}, **_ADAMW,
                  "decoupled_weight_decay": group["decoupled"]}
                 for group in groups
             ]  # fmt: skip
-        return {"state": state, "param_groups": groups}
+        everyone = world.gather_objects(entries)
+        return {"state": state, "param_groups": groups, **({_ADDED: encode(everyone)} if any(everyone) else {})}
 
     def _load_optimizer(self, optimizer: torch.optim.Optimizer, saved: Mapping[str, Any]) -> None:
-        parameters = named(optimizer, self._model)
+        world, inner, parameters = current_world(), unwrapped(optimizer), named(optimizer, self._model)
         check_groups(type(optimizer).__name__, saved["param_groups"], groups_of(optimizer, self._model))
         state = {
             name: {what: _unpack(parameters[name], value) for what, value in values.items()}
@@ -171,9 +199,15 @@ class DCPState:
         }
         groups = []
         for mine, theirs in zip(optimizer.param_groups, saved["param_groups"], strict=True):
-            loaded = {key: theirs[key] for key in _SETTINGS} if isinstance(optimizer, AdamOptimizer) else {**theirs}
+            loaded = {key: theirs[key] for key in _SETTINGS} if isinstance(inner, AdamOptimizer) else {**theirs}
             groups.append({**mine, **loaded, "params": theirs["params"]})
-        LoadedState(optimizer, parameters, [], state, groups).load()
+        ranks = _decode(saved[_ADDED]) if _ADDED in saved else [b""]
+        added = ranks[world.rank if len(ranks) == world.size else 0]
+        LoadedState(optimizer, parameters, [], state, groups, _decode(added) if added else {}).load()
+
+
+def _decode(encoded: bytes) -> Any:
+    return torch.load(io.BytesIO(encoded), map_location="cpu", weights_only=True)
 
 
 def _before_first_step(parameter: torch.Tensor) -> dict[str, torch.Tensor]:

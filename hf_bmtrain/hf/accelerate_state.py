@@ -19,7 +19,6 @@ from ..checkpoint.load_state import load_state
 from ..checkpoint.save_state import let_others_save, save_state
 from ..engine.base.arguments import expect_kind
 from ..engine.base.files import delete_abandoned, staged_folder
-from ..engine.base.torch_internals import unwrapped
 from ..engine.runtime.world import World, current_world
 from ..engine.wrap.accelerator import check_accelerator
 
@@ -188,7 +187,7 @@ class _AcceleratorStates:
         return models[0] if len(models) == 1 else torch.nn.ModuleList(models)
 
     def _optimizers(self) -> list[torch.optim.Optimizer]:
-        return [unwrapped(optimizer) for optimizer in self._accelerator._optimizers]
+        return [*self._accelerator._optimizers]
 
     @contextmanager
     def _left_to_accelerate(self) -> Iterator[None]:

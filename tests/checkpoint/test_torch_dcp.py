@@ -1,6 +1,7 @@
 """bmt.DCPState: checkpoints of torch.distributed.checkpoint, to and from FSDP2 and plain models, bit by bit."""
 
 import itertools
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -11,6 +12,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 
 import hf_bmtrain as bmt
 from cases import by_default, full, in_full, rows_in_full
+from hf_bmtrain.checkpoint.small_state import encode
 from hf_bmtrain.checkpoint.torch_dcp import _pack, boxes
 from ranks import on_ranks
 from resumable import Training
@@ -62,6 +64,88 @@ def test_groups_are_those_that_were_saved():
             match=r"groups have 2, 2 parameters, and those of this optimizer have 4\. .* in group 0, 1 ",
         ):
             state((0.1, ["0.weight", "1.weight", "0.bias", "1.bias"])).load_state_dict(saved)
+
+
+class Counting(torch.optim.AdamW):
+    """Its state_dict() has an entry of its own."""
+
+    own: Any = 0
+
+    def state_dict(self):
+        return {**super().state_dict(), "own": self.own}
+
+    def load_state_dict(self, state_dict):
+        left = dict(state_dict)
+        self.own = left.pop("own")
+        super().load_state_dict(left)
+
+
+class Wrapper:
+    """It is no torch optimizer, and adds an entry."""
+
+    def __init__(self, optimizer):
+        self.optimizer, self.own = optimizer, 0
+
+    param_groups = property(lambda self: self.optimizer.param_groups)
+
+    def state_dict(self):
+        return {**self.optimizer.state_dict(), "own": self.own}
+
+    def load_state_dict(self, state_dict):
+        self.own = state_dict["own"]
+        self.optimizer.load_state_dict({name: value for name, value in state_dict.items() if name != "own"})
+
+
+ADDING = {
+    "subclass": Counting,
+    "around adamw": lambda parameters: Wrapper(torch.optim.AdamW(parameters)),
+    "around ours": lambda parameters: Wrapper(bmt.optim.AdamOptimizer(parameters)),
+}
+
+
+def with_entry(kind, own):
+    """The DCPState of a model after a step, and its optimizer, whose entry is `own`."""
+    model = bmt.auto_wrap(nn.Sequential(nn.Linear(16, 16)))
+    optimizer = ADDING[kind](model.parameters())
+    inner = getattr(optimizer, "optimizer", optimizer)
+    model(torch.ones(2, 16)).sum().backward()
+    inner.step()
+    optimizer.own = own
+    return bmt.DCPState(model, optimizer), optimizer, inner.state[model[0].weight]
+
+
+@pytest.mark.parametrize("kind", ADDING)
+@on_ranks(2, full=(1,))
+def test_entries_that_an_optimizer_adds(kind):
+    """Each rank's own are loaded, on other numbers of ranks those of rank 0."""
+    with mock.patch.object(dcp, "CheckpointableTensor", torch.Tensor, create=True):
+        state, optimizer, moments = with_entry(kind, {"of": [torch.tensor([bmt.rank()])]})
+        moments["exp_avg"].fill_(3.0)
+        saved = state.state_dict()
+        other, its, _ = with_entry(kind, 0)
+        other.load_state_dict(saved)
+        assert its.own == {"of": [torch.tensor([bmt.rank()])]}
+        moment = its.state_dict()["state"][0]["exp_avg"]
+        assert set(getattr(moment, "part", moment).tolist()) == {3.0}
+        saved["optim"]["added_entries"] = encode([encode({"own": rank}) for rank in range(7, 14)])
+        other.load_state_dict(saved)
+        assert its.own == 7
+        optimizer.own = {"of": Wrapper(None)}
+        with pytest.raises(RuntimeError, match=r"an object of type Wrapper at \['own'\]\['of'\]"):
+            state.state_dict()
+        optimizer.own = {"of": moments["exp_avg"]}
+        if bmt.world_size() > 1 and kind != "around ours":
+            with pytest.raises(RuntimeError, match="sharded tensors in the entry 'own'"):
+                state.state_dict()
+
+
+def test_added_entries_in_files(tmp_path):
+    """DCP writes them as one object, so a dict or a tensor in them may have another size when they are loaded."""
+    written = {"optim": {"added_entries": encode([encode({"own": torch.ones(3)})])}}
+    dcp.save({"app": written}, checkpoint_id=tmp_path)
+    present = {"app": {"optim": {"added_entries": encode([encode({})])}}}
+    dcp.load(present, checkpoint_id=tmp_path)
+    assert present["app"] == written
 
 
 @on_ranks(2)

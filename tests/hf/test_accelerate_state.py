@@ -325,6 +325,34 @@ def test_several_models(folder):
     assert ([step() for _ in range(3)], loop.epochs(1)) == ahead
 
 
+class Adding:
+    """A wrapper that adds an entry."""
+
+    def __init__(self, optimizer):
+        self.optimizer, self.own = optimizer, 5
+
+    def __getattr__(self, name):
+        return getattr(self.optimizer, name)
+
+    def state_dict(self):
+        return {**self.optimizer.state_dict(), "own": self.own}
+
+    def load_state_dict(self, state_dict):
+        self.own = state_dict["own"]
+        self.optimizer.load_state_dict({name: value for name, value in state_dict.items() if name != "own"})
+
+
+@on_ranks(2)
+def test_a_wrapper_that_was_prepared(folder):
+    loop = Loop(folder, "bmt", dropout=0.0)
+    loop.epochs(1)
+    wrapper = loop.optimizer.optimizer = Adding(loop.optimizer.optimizer)
+    loop.accelerator.save_state()
+    wrapper.own = 0
+    loop.accelerator.load_state()
+    assert wrapper.own == 5
+
+
 @pytest.mark.parametrize("optimizer", ["bmt", *in_full("sgd")])
 @on_ranks(2, full=(1,))
 def test_states_of_prepared_optimizers(folder, optimizer):

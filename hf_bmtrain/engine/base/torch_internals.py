@@ -270,16 +270,21 @@ equivalent."""
 def unwrapped(optimizer: Any) -> torch.optim.Optimizer:
     """Return the optimizer inside wrappers such as Accelerate's, or `optimizer` itself if it is not wrapped.
 
-    An optimizer counts as a wrapper if its attribute `optimizer` is another torch.optim.Optimizer, and if both have the
-    same `state` dict. An optimizer with a separate `state` does not count. Neither does an LR scheduler: it has an
-    attribute `optimizer`, but is not a torch.optim.Optimizer.
+    An object counts as a wrapper if one of its attributes is a torch.optim.Optimizer with the same `state` dict. If the
+    object has no `state`, both must have the same `param_groups` list instead. A wrapper need not be a
+    torch.optim.Optimizer. An optimizer with a separate `state` does not count. Neither does an LR scheduler, which has
+    no `param_groups`.
     """
-    while isinstance(optimizer, torch.optim.Optimizer):
-        inner = getattr(optimizer, "optimizer", None)
-        if not isinstance(inner, torch.optim.Optimizer) or inner.state is not optimizer.state:
-            break
-        optimizer = inner
-    return optimizer
+    chain: list[Any] = [optimizer]
+    for outer in chain:  # the loop continues with each optimizer that it appends
+        shared = "state" if hasattr(outer, "state") else "param_groups"
+        for inner in getattr(outer, "__dict__", {}).values() if hasattr(outer, "param_groups") else ():
+            known = any(inner is each for each in chain)  # an optimizer may refer to its wrapper
+            if isinstance(inner, torch.optim.Optimizer) and not known:
+                if getattr(inner, shared) is getattr(outer, shared):
+                    chain.append(inner)
+                    break
+    return chain[-1]
 
 
 def state_dict_hooks(optimizer: torch.optim.Optimizer) -> list[Callable[..., Any]]:

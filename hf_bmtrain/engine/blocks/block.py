@@ -321,7 +321,11 @@ class TransformerBlockList(torch.nn.ModuleList):
         Args:
             index: the index that `module` gets.
             module: a CheckpointBlock. (Another module is inserted, too, but neither sharded nor linked.)
+
+        Raises:
+            TypeError: `module` is not a torch.nn.Module.
         """
+        expect_module("module", module)  # torch's insert does not check it
         with self._changing():
             super().insert(index, module)
 

@@ -6,7 +6,7 @@ import copy
 import functools
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import chain
 from operator import is_
 from typing import Any
@@ -575,7 +575,7 @@ class AdamOptimizer(torch.optim.Optimizer):
         with load_hooks(self, state_dict) as complete:
             self._load(self._checked(complete), copied=True)
 
-    def take_state_dict(self, state_dict: dict) -> None:
+    def take_state_dict(self, state_dict: dict, load: Callable[[dict], None] | None = None) -> None:
         """Load this rank's state like `load_state_dict`, but without copying float32 tensors that are in host memory.
 
         `bmt.load_state` calls this with tensors that it has just read. The optimizer uses them until its next step, so
@@ -588,10 +588,12 @@ class AdamOptimizer(torch.optim.Optimizer):
 
         Args:
             state_dict: {"state": {index of a parameter, counted through all groups: {name: value}}, "param_groups": as
-                in torch}, and any entries that a subclass or a hook has added to the result of `state_dict`.
+                in torch}, and any entries that a subclass, a hook or a wrapper has added to the result of `state_dict`.
+            load: the `load_state_dict` of a wrapper, which calls that of this optimizer. None if there is no wrapper.
         """
-        if len(state_dict) > 2:  # the additional entries can be loaded only by a subclass's `load_state_dict` or a hook
-            self.load_state_dict(state_dict)
+        # Additional entries can be loaded only by the `load_state_dict` of a wrapper or subclass, or by a hook.
+        if load or len(state_dict) > 2:
+            (load or self.load_state_dict)(state_dict)
         else:
             with load_hooks(self, state_dict) as complete:
                 self._load(self._checked(complete), copied=False)

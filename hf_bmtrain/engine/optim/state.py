@@ -51,15 +51,13 @@ def save_state(optimizer: torch.optim.Optimizer, world: World, gather: bool) -> 
 
     Raises:
         RuntimeError: the optimizer keeps its state under names instead of parameters.
+        ValueError: the optimizer's state dict has no "state" or no "param_groups".
         RuntimeError: `gather` is True, and the ranks have state for different parameters.
         RuntimeError: `gather` is True, there are several ranks, and the optimizer's state dict has sharded tensors in
             an entry other than "state".
     """
-    # If the optimizer is wrapped, call the wrapper's `state_dict`, not that of the optimizer inside: it may add entries
-    # that the wrapper's `load_state_dict` needs.
-    full_state: FullState | None = getattr(unwrapped(optimizer), "full_state", None)
-    with nullcontext() if full_state is None else full_state.local():
-        given = optimizer.state_dict()
+    given = local_state_dict(optimizer)
+    check_state(given, f"{type(optimizer).__name__}.state_dict()")
     check_keys(optimizer, given["state"])
     added = {name: value for name, value in given.items() if name not in ("state", "param_groups")}
     state = {"state": {key: _with_quantized(values) for key, values in given["state"].items()}}
@@ -78,6 +76,16 @@ def save_state(optimizer: torch.optim.Optimizer, world: World, gather: bool) -> 
         return {**state, "state": full, "sliced": sharded}
     own = {key: {name: _copy(value) for name, value in values.items()} for key, values in state["state"].items()}
     return {**state, "state": own, "rank": world.rank, "world_size": world.size, "shard": _shard(world)}
+
+
+def local_state_dict(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """Return `optimizer.state_dict()` with this rank's elements of sharded tensors. Not collective.
+
+    The optimizer may be a wrapper, whose own `state_dict` may add entries, which its `load_state_dict` loads.
+    """
+    full_state: FullState | None = getattr(unwrapped(optimizer), "full_state", None)
+    with nullcontext() if full_state is None else full_state.local():
+        return optimizer.state_dict()
 
 
 def holds_shards(value: Any) -> bool:
@@ -112,16 +120,16 @@ def copy_full_state(optimizer: torch.optim.Optimizer, world: World) -> dict[str,
     return {**state, "state": _gather(optimizer, state, world, keep=True)[0]}
 
 
-def check_state(state_dict: Any) -> None:
+def check_state(state_dict: Any, what: str = "state_dict") -> None:
     """Raise TypeError or ValueError unless `state_dict` is a dict with the keys "state" and "param_groups".
 
-    `AdamOptimizer.load_state_dict` calls this before it changes anything.
+    `AdamOptimizer.load_state_dict` calls this before it changes anything. `what` names the dict in the message.
     """
-    expect_kind("state_dict", state_dict, dict, "the result of state_dict() of an optimizer")
+    expect_kind(what, state_dict, dict, "the result of state_dict() of an optimizer")
     lacking = [key for key in ("state", "param_groups") if key not in state_dict]
     if lacking:
         raise ValueError(
-            f"state_dict must be the result of state_dict() of an optimizer, but has no "
+            f"{what} must be the result of state_dict() of an optimizer, but has no "
             f"{' and no '.join(lacking)}. It has {', '.join(map(repr, [*state_dict][:5])) or 'nothing'}."
         )
 
@@ -168,7 +176,7 @@ def load_state(
     full_state_of(optimizer)
     added = {name: value for name, value in saved.items() if name not in _KNOWN} | saved.get(_ADDED, {})
     (load or optimizer.load_state_dict)({**added, "state": state, "param_groups": saved["param_groups"]})
-    for values in optimizer.state.values() if "sliced" in saved else ():
+    for values in unwrapped(optimizer).state.values() if "sliced" in saved else ():
         for name, value in values.items():
             if isinstance(value, ShardTensor) and value.part.untyped_storage().nbytes() > value.part.nbytes:
                 values[name] = value.clone()  # `value` is a view, which would keep the full tensor in memory

@@ -183,6 +183,7 @@ def failed_changes():
         (lambda: blocks.extend(1), TypeError),
         (lambda: blocks.append("no module"), TypeError),
         (lambda: blocks.insert(-1, new[0]), KeyError),
+        (lambda: blocks.insert(1, "no module"), TypeError),
         (lambda: blocks.__setitem__(7, new[0]), IndexError),
         (lambda: blocks.__setitem__(0, "no module"), TypeError),
         (lambda: blocks.__delitem__(7), IndexError),

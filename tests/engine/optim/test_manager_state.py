@@ -283,18 +283,105 @@ class Registered(torch.optim.Optimizer):
         self.optimizer, self.average = optimizer, 0.0
         self.state, self.param_groups = optimizer.state, optimizer.param_groups
 
-    step, state_dict, load_state_dict = Averaging.step, Averaging.state_dict, Averaging.load_state_dict
+    step, state_dict = Averaging.step, Averaging.state_dict
+
+    def load_state_dict(self, state_dict):
+        Averaging.load_state_dict(self, state_dict)
+        self.state, self.param_groups = self.optimizer.state, self.optimizer.param_groups
 
 
-def test_what_a_wrapper_adds_to_a_checkpoint(world, tmp_path):
-    world(1)(wrapper_in_a_checkpoint, str(tmp_path))
+class Plain:
+    """A wrapper like `Averaging` that is no torch optimizer, and has no `state`."""
+
+    __init__, param_groups, step = Averaging.__init__, Averaging.param_groups, Averaging.step
+    state_dict, load_state_dict = Averaging.state_dict, Averaging.load_state_dict
 
 
-def wrapper_in_a_checkpoint(folder):
-    model, inner, _ = counting()
-    optimizer = Registered(inner)
+class OtherName(Averaging):
+    """A wrapper like `Averaging` that keeps the optimizer in an attribute of another name."""
+
+    def __init__(self, optimizer):
+        self.base, self.average = optimizer, 0.0
+
+    optimizer = property(lambda self: self.base)
+
+
+class EmptyState(Registered):
+    """A wrapper like timm's Lookahead, whose own `state` is empty."""
+
+    def __init__(self, optimizer):
+        super().__init__(optimizer)
+        self.state = {}
+
+    def load_state_dict(self, state_dict):
+        super().load_state_dict(state_dict)
+        self.state = {}
+
+
+class Nested(Averaging):
+    """A wrapper with the other optimizer's state dict in an entry."""
+
+    def state_dict(self):
+        return {"inside": self.optimizer.state_dict(), "average": self.average}
+
+    def load_state_dict(self, state_dict):
+        self.average = state_dict["average"]
+        self.optimizer.load_state_dict(state_dict["inside"])
+
+
+WRAPPERS = {kind.__name__: kind for kind in (Averaging, Registered, Plain, OtherName, EmptyState)}
+
+
+@pytest.mark.parametrize("kind", ["ours", "adamw"])
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+@on_ranks(2, full=(1,))
+def test_a_checkpoint_of_a_wrapper(folder, wrapper, kind):
+    """The wrapper's entries, and the state of the optimizer inside. Its steps depend on both."""
+
+    def steps(model, optimizer):
+        for step in range(2):
+            for group in optimizer.param_groups:
+                group["lr"] = 0.01 * (1 + optimizer.average)
+            model(ids(step, 0)).square().mean().backward()
+            optimizer.step()
+            model.zero_grad()
+        return model.state_dict()
+
+    def made():
+        model = bmt.auto_wrap(Tower())
+        return model, WRAPPERS[wrapper](OPTIMIZERS[kind](model.parameters()))
+
+    model, optimizer = made()
+    steps(model, optimizer)
+    manager, same = bmt.optim.OptimManager(), bmt.optim.OptimManager()
+    manager.add_optimizer(optimizer)
+    bmt.save_state(folder, model, optimizer, step=2)
+    weights, state = model.state_dict(), manager.state_dict()
+    expected = steps(model, optimizer)
+    model, optimizer = made()
+    assert bmt.load_state(folder, model, optimizer).step == 2
+    check_equal(steps(model, optimizer), expected)
+    model, optimizer = made()
+    same.add_optimizer(optimizer)
+    model.load_state_dict(weights)
+    same.load_state_dict(state)
+    check_equal(steps(model, optimizer), expected)
+
+
+@on_ranks(2, full=(1,))
+def test_a_wrapper_without_the_entries_of_an_optimizer(folder):
+    """Its entries are kept, unless they have sharded tensors, or the manager's state needs the others."""
+    model, inner, manager = counting()
+    optimizer = Nested(inner)
+    manager.optimizers[:] = [optimizer]
     model(torch.ones(2, 1)).square().sum().backward()
     optimizer.step()
+    with pytest.raises(ValueError, match=r"Nested\.state_dict\(\) must be .* has no state and no param_groups"):
+        manager.state_dict()
+    if bmt.world_size() > 1:
+        with pytest.raises(RuntimeError, match="Nested has sharded tensors in the entry 'inside'"):
+            bmt.save_state(folder, model, optimizer, step=1)
+        return
     bmt.save_state(folder, model, optimizer, step=1)
     optimizer.average = 0.0
     bmt.load_state(folder, model, optimizer)

@@ -10,6 +10,7 @@ from accelerate import Accelerator
 
 import hf_bmtrain as bmt
 from cases import in_full, pairwise
+from hf_bmtrain.engine.base.torch_internals import unwrapped
 from ranks import Ranks, on_ranks
 from state_dicts import check_equal
 from twins import Tower, ids
@@ -453,3 +454,19 @@ def test_beside_an_accelerator(tmp_path):
     ranks = Ranks(2)
     ranks(beside_an_accelerator, str(tmp_path))
     ranks.stop()
+
+
+def test_an_optimizer_that_refers_to_its_wrapper_is_found_inside_it():
+    inner = torch.optim.SGD([torch.nn.Parameter(torch.zeros(2))], lr=0.1)
+
+    class Wrapper(torch.optim.Optimizer):
+        def __init__(self):
+            self.inner, self.state, self.param_groups = inner, inner.state, inner.param_groups
+
+    wrapper = Wrapper()
+    inner.wrapper = wrapper
+    assert unwrapped(wrapper) is inner
+    inner.param_groups = [*inner.param_groups]  # from here on, only the state is the same
+    assert unwrapped(wrapper) is inner
+    inner.state = {**inner.state}
+    assert unwrapped(wrapper) is wrapper

@@ -391,13 +391,13 @@ class ShardedBuffer:
                 own Parameter object with its own version counter. The caller must check these counters, and pass the
                 Parameters that were written.
         """
-        dtype, written, sharded = self.shard.dtype, [*copies], self.sharded
+        dtype, written, alone = self.shard.dtype, [*copies], self._alone
         for full in self.full_params:
             if full.dtype is not dtype:
                 self._refuse_cast()
-            if sharded and full._version:
+            if full._version and not alone:
                 written.append(full)
-        if written and sharded:
+        if written and not alone:
             raise RuntimeError(
                 f"The forward modified sharded parameters in place (shapes {[tuple(full.shape) for full in written]}"
                 f"). They are sharded over {self.communicator.size} rank(s), so the change would be lost, or would "

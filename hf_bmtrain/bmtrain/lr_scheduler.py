@@ -192,7 +192,7 @@ class NoDecay(WarmupLRScheduler):
         optimizer: the optimizer whose `param_groups` receive the learning rate.
         start_lr: s, the learning rate at the end of the warm-up.
         warmup_iter: w, the number of warm-up steps; 0 for none.
-        end_iter: ignored (-1 or None).
+        end_iter: ignored. It may be any finite number, or None.
         num_iter: the step t at which to begin; not 0 if training resumes.
 
     Raises:
@@ -219,7 +219,7 @@ class Noam(WarmupLRScheduler):
         optimizer: the optimizer whose `param_groups` receive the learning rate.
         start_lr: s, the factor in these formulas. With a warm-up, it is not the maximum.
         warmup_iter: w, the number of warm-up steps; 0 for none.
-        end_iter: ignored (-1 or None).
+        end_iter: ignored. It may be any finite number, or None.
         num_iter: the step t at which to begin; not 0 if training resumes.
 
     Raises:
@@ -341,7 +341,7 @@ class Exponential(WarmupLRScheduler):
         optimizer: the optimizer whose `param_groups` receive the learning rate.
         start_lr: s, the learning rate at the end of the warm-up.
         warmup_iter: w, the number of warm-up steps; 0 for none.
-        end_iter: ignored (-1 or None).
+        end_iter: ignored. It may be any finite number, or None.
         num_iter: the step t at which to begin; not 0 if training resumes.
         gamma: the factor per step, in (0, 1].
 

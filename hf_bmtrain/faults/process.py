@@ -297,7 +297,9 @@ def _leave(world: World, watch: Watch, opened: Sequence[Communicator], joined: b
         except (RuntimeError, ValueError):  # ValueError: the program has replaced the default process group
             failed, problem = True, watch.problem
         except KeyboardInterrupt:
-            failed = True  # exit without waiting. Ranks whose programs were still running report the interruption
+            # Ctrl-C was pressed while this rank, which has finished, waited for the others. Exit at once, without a
+            # message: the ranks whose programs were still running report the interruption.
+            failed = True
     watch.stop()
     if problem is not None and repr(EXIT) not in problem:
         _log.warning(

@@ -196,7 +196,7 @@ def _aligned_part(n: int, tensors: list[Tensor]) -> tuple[int, int]:
     """Find the longest range of elements that a kernel can access in aligned groups of 4, in all of `tensors`.
 
     Returns (index of the range's first element, number of groups). The number is 0 if there is no such range. A group
-    is aligned if its address in the tensor is a multiple of its size in bytes.
+    is aligned if its memory address is a multiple of its size in bytes.
 
     n: the number of elements of each tensor.
     """

@@ -51,7 +51,7 @@ class Run:
         if not first.is_contiguous():
             raise ValueError(
                 f"AdamOptimizer needs contiguous parameters, but one of shape {tuple(first.shape)} is not contiguous. "
-                "Create it from tensor.contiguous()."
+                "Create the parameter from tensor.contiguous()."
             )
         return cls(parameters, first.detach().view(-1), None, 0)
 

@@ -299,8 +299,8 @@ def _open_all(
     @functools.cache
     def open_groups(groups: tuple[range, ...]) -> Communicator:
         name = f"groups of {len(groups[0])} at a distance of {groups[0].step}"
-        # Groups of consecutive ranks process different rows of the batch, so the activations that they exchange may
-        # differ in size between groups.
+        # The ranks of a group of consecutive ranks (step 1) exchange activations with each other. Different groups
+        # process different rows of the batch, so the sizes of these activations may differ between groups.
         return open_communicator(name, groups, alike=groups[0].step > 1)
 
     def open_group(group_size: int, stride: int = 1) -> Communicator:

@@ -46,9 +46,9 @@ def find_place() -> tuple[int, int, int]:
     rank = numbers.get("RANK", 0 if size == 1 else -1)
     if not 0 <= rank < size:
         raise RuntimeError(
-            f"RANK={launched['RANK']} does not fit WORLD_SIZE={launched['WORLD_SIZE']}: both must be set (None is not "
-            "set), and RANK must be from 0 to WORLD_SIZE - 1. Start the script with torchrun, torch.distributed.launch "
-            "or accelerate launch, or unset both variables for a single process."
+            f"RANK={launched['RANK']} does not fit WORLD_SIZE={launched['WORLD_SIZE']}: both must be set (None means "
+            "that the variable is not set), and RANK must be from 0 to WORLD_SIZE - 1. Start the script with torchrun, "
+            "torch.distributed.launch or accelerate launch, or unset both variables for a single process."
         )
     return rank, size, numbers.get("LOCAL_RANK", 0 if size == 1 else rank)
 

@@ -55,8 +55,9 @@ class GradientBuffer:
             module.
         requires_grad: for each local parameter, whether it requires a gradient. Setting the parameter's own
             `requires_grad` changes this entry.
-        full_params_require_grad: the present `requires_grad` of each full parameter. The list itself is never changed,
-            only replaced, so that callers may keep it.
+        full_params_require_grad: for each full parameter, whether it requires a gradient now. A change of
+            `requires_grad` has an effect on it only in the next forward (`follow_requires_grad`). The list itself is
+            never changed, only replaced, so that callers may keep it.
         trained: for each local parameter, whether it required a gradient in any call of `send` so far, or whether a
             loaded checkpoint says that it was trained.
         number: the number of the flat buffer in the order of creation. It identifies the buffer in the collective log,

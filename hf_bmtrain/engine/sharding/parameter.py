@@ -245,8 +245,9 @@ class DistributedParameter(ShardBase, torch.nn.Parameter):
         Collective: every rank must call it. `gather_all` and `tp_gather` are two names of the same method.
 
         Returns:
-            The full parameter, of `full_shape`. If tensor parallelism splits it, the parts of all ranks of the
-            tensor-parallel group, joined on dimension `tp_split_dim`, which is then tp_size times as large.
+            The full parameter, of `full_shape`. If tensor parallelism splits the tensor, `full_shape` is the shape of
+            one part. The result is then all parts, joined on dimension `tp_split_dim`: tp_size times the size of a part
+            on this dimension.
         """
         return self.buffer.storage.whole(self.index, self.gather().detach())
 

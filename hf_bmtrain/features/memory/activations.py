@@ -168,7 +168,7 @@ class AutoCheckpoint(Recompute):
         return is_kept if self._keeps_attention(pending) else keep_nothing
 
     def _keeps_attention(self, pending: int) -> bool:
-        """Return whether the forward that is starting keeps the outputs of attention until backward recomputes it.
+        """Return whether the forward that is starting keeps the outputs of attention for its recomputation in backward.
 
         pending: the number of earlier forwards of the block that are waiting for their backward.
         """

@@ -254,7 +254,7 @@ class Residents:
         return any(isinstance(policy, AutoCheckpoint) for policy in self._policies)
 
     def end_backward(self) -> None:
-        """Update the largest measured peak of allocated bytes, and store the input shapes that this pass has measured.
+        """Update the largest measured peak of allocated bytes, and remember for which input shapes it was measured.
 
         Does nothing while memory is not measured.
 

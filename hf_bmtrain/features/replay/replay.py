@@ -686,8 +686,8 @@ class Attributes:
     Attributes:
         buffers: the attribute `_buffers` of each module.
         norms: the indices of batch and instance norms among the modules. In training mode, they write their buffers.
-        hooks: the dicts in which modules store their forward hooks and the options of these hooks. One list contains
-            the dicts of all modules inside the layer, without those of the layer itself. It is the argument of `Hooks`.
+        hooks: one list of the dicts in which the modules inside the layer (not the layer itself) store their forward
+            hooks and the options of these hooks. `Hooks` takes it as its argument.
         generators: the random generators in the attributes, also inside containers and tuples.
     """
 

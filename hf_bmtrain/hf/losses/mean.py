@@ -174,7 +174,7 @@ class LastForward:
         return {**given, COUNT: self._use.observed(given[COUNT])} if self._observe else given
 
     def end(self) -> None:
-        """End the observation of a forward, and restore the model's own `loss_function`. Called after each forward."""
+        """Stop watching how a forward computes its loss, and restore `loss_function`. Called after each forward."""
         if self._observe:
             self.ignored = not self._use.seen
         if self._chooses:

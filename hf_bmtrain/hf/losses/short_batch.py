@@ -365,7 +365,9 @@ def _loss_of_rows(
     if not all(world.gather_objects(short is not None)):
         return None
     assert short is not None
-    absent = world.size // shared + -left // (rows or left)  # groups of ranks that have only repeated rows
+    # The number of groups of ranks without rows of their own. Their batches consist of rows that were repeated to fill
+    # the last batch. The `left` rows that are not repeated fill ceil(left / rows) groups.
+    absent = world.size // shared + -left // (rows or left)
     with torch.no_grad(), trainer.compute_loss_context_manager():
         prepared = own = trainer._prepare_inputs(short)
         if mine == 0 and isinstance(prepared.get("labels"), torch.Tensor):

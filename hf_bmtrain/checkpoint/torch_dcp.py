@@ -55,9 +55,9 @@ class DCPState:
     such as one of torch.optim.AdamW, cannot be loaded into an AdamOptimizer.
 
     Entries that the optimizer's `state_dict()` has beside "state" and "param_groups" are saved for each rank. With a
-    different number of ranks, every rank loads those of rank 0. A checkpoint without such entries, for
-    example one that FSDP2 has saved, can be loaded with `dcp.load(...,
-    planner=DefaultLoadPlanner(allow_partial_load=True))`. The optimizer then keeps its present entries.
+    different number of ranks, every rank loads those of rank 0. A checkpoint without such entries, for example one that
+    FSDP2 has saved, can be loaded with `dcp.load(..., planner=DefaultLoadPlanner(allow_partial_load=True))`. The
+    optimizer then keeps its present entries.
 
     Args:
         model: the model; its complete state dict is saved.

@@ -142,7 +142,8 @@ class UnbornLogits:
         self._head, self._linear, self._hidden, self._scale, self._cap = head, linear, hidden, scale, cap
         self.dtype = dtype or hidden.dtype
         self._full: torch.Tensor | None = None  # the full logits, once they have been computed
-        self._shared = False  # whether these logits would share memory with those of another placeholder (a view)
+        # Whether these logits and those of another UnbornLogits would share memory, because one is a view of the other.
+        self._shared = False
 
     def _view(self, hidden: torch.Tensor) -> UnbornLogits:
         """Return a placeholder for a view of the logits that this placeholder represents.

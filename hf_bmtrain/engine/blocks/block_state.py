@@ -140,7 +140,7 @@ class BlockState:
                 self.schedule.prefetch_tail(running)
             if training:
                 for buffer in self.buffers:
-                    buffer.gradient.follow_requires_grad()
+                    buffer.gradient.require_grad(buffer.gradient.requires_grad)
                     buffer.gradient.free_if_unused()
                 outputs, differentiable = self._forward_with_grad(layer_forward, args, kwargs)
             else:

@@ -190,12 +190,15 @@ def filled_in(inputs: Iterable[Any], skipped: set[int], objects: bool = False) -
             contains the tensors of all layers.
     """
     found: list[Any] = []
-    for value in inputs:
+    values = list(inputs)
+    for value in values:
         kind = type(value)
         if kind in _LEAVES or isinstance(value, torch.Tensor):
             continue
         if isinstance(value, tuple):
-            found += filled_in(value, skipped, objects)
+            values += value  # the loop goes on with the items of the tuple
+            if kind is tuple:
+                continue
         if kind is list or kind is dict:
             found.append(value)
         elif containers := containers_of(value):
@@ -224,11 +227,8 @@ def copy_views(
             key-value cache. If False, such arguments are not searched, even if `outputs` contains them, because the
             search takes long.
     """
-    # `is_view` compares memory addresses, which torch.compile cannot trace, so exclude `_copy` from tracing.
-    return (_copy_untraced if torch.compiler.is_compiling() else _copy)(outputs, inputs, is_view, objects)
-
-
-def _copy(outputs: Any, inputs: Iterable[Any], is_view: Callable[[torch.Tensor], bool], objects: bool) -> Any:
+    if torch.compiler.is_compiling():  # `is_view` compares memory addresses, which torch.compile cannot trace
+        return _copy_views_untraced(outputs, inputs, is_view, objects)
     skipped: set[int] = set()
     filled = filled_in(inputs, skipped, objects)
     if not filled and type(outputs) is torch.Tensor:
@@ -244,4 +244,4 @@ def _copy(outputs: Any, inputs: Iterable[Any], is_view: Callable[[torch.Tensor],
     return exchange(outputs, copies, seen)
 
 
-_copy_untraced = disable_compiler(_copy)
+_copy_views_untraced = disable_compiler(copy_views)

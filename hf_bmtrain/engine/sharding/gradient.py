@@ -56,7 +56,7 @@ class GradientBuffer:
         requires_grad: for each local parameter, whether it requires a gradient. Setting the parameter's own
             `requires_grad` changes this entry.
         full_params_require_grad: for each full parameter, whether it requires a gradient now. A change of
-            `requires_grad` has an effect on it only in the next forward (`follow_requires_grad`). The list itself is
+            `requires_grad` has an effect on it only in the next forward (see `require_grad`). The list itself is
             never changed, only replaced, so that callers may keep it.
         trained: for each local parameter, whether it required a gradient in any call of `send` so far, or whether a
             loaded checkpoint says that it was trained.
@@ -128,21 +128,16 @@ class GradientBuffer:
         """True if any local (sharded) parameter of the flat buffer requires a gradient."""
         return True in self.requires_grad
 
-    def follow_requires_grad(self) -> None:
-        """Copy `requires_grad` from the local parameters to the full parameters.
-
-        Called before each training forward of a block. Users freeze the local (sharded) parameters, which are in
-        `model.parameters()`, but autograd uses the full ones. (Root parameters are read as separate Parameters, which
-        `OnDemandGather.read` chooses accordingly.)
-        """
-        self.require_grad(self.requires_grad)
-
     def require_grad(self, required: Sequence[bool]) -> None:
         """Set `requires_grad` of the full parameters.
 
-        Called before the backward of a block, with the values that its forward used. A later forward may have set other
-        values, because the user has frozen parameters in between. With those values, autograd would drop gradients of
-        the earlier forward.
+        Users freeze the local (sharded) parameters, which are in `model.parameters()`, but autograd uses the full ones.
+        So this is called before each training forward of a block, with `requires_grad` of the local parameters, and
+        before the block's backward, with the values that its forward used. (A later forward may have set other values,
+        because the user has frozen parameters in between. With those values, autograd would drop gradients of the
+        earlier forward.)
+
+        Root parameters are read as separate Parameters, which `OnDemandGather.read` chooses accordingly.
 
         required: for each full parameter, whether it requires a gradient.
         """

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from hf_bmtrain.engine.ops import adam, eight_bits, grad_norm, peer_sum, residual
 from hf_bmtrain.features.experts import arithmetic as experts
 from hf_bmtrain.features.float8 import arithmetic as float8
+from hf_bmtrain.features.lora import arithmetic as lora
 from hf_bmtrain.features.loss.cross_entropy import CrossEntropy, rescale_
 from hf_bmtrain.features.packed import arithmetic as quantize
 
@@ -107,6 +108,38 @@ def check_sums_of_rows(place: Place, dtype: torch.dtype, weighted: torch.dtype |
         each = (picked * values.double())[places]
         assert_rounded_once(dweights, each.sum(2), each.abs().sum(2))
     rows.assert_intact()
+
+
+def check_split(place: Place, rank: int, width: int, columns: int) -> None:
+    """The parts of an adapter's matrices and of products with them, bit by bit."""
+    torch.manual_seed(rank + width)
+    a, b = (torch.randn(shape) * 10.0 ** torch.randint(-30, 30, shape) for shape in ((rank, width), (columns, rank)))
+    a[0, 0], b[-1, -1] = torch.inf, torch.nan
+    matrix = torch.cat([a, b.t()], 1)
+    high, low = parts_of(matrix)
+    held = [Guarded(each.flatten(), 1, place) for each in (a, b)]
+    found = lora.split_factors(*(each.view.view(values.shape) for each, values in zip(held, (a, b))))
+    assert same_bits(found, torch.cat([high, low, high, high]))
+    sums = torch.randn(width, 2 * rank)
+    high, low = parts_of(sums)
+    expected = torch.cat([low[:, :rank], high, high[:, :rank]], 1)
+    assert same_bits(lora.split_sums(Guarded(sums.flatten(), 1, place).view.view(sums.shape)), expected)
+    assert lora.split_sums(place(sums)[:0]).shape == (0, 4 * rank)
+
+
+def parts_of(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    high = x.bfloat16()
+    return high, (x - high.float()).bfloat16()
+
+
+def same_bits(found: torch.Tensor, expected: torch.Tensor) -> bool:
+    """Whether they are equal; NaN equals NaN."""
+    found = _plain(found).cpu()
+    return (
+        found.dtype == expected.dtype
+        and torch.equal(found.isnan(), expected.isnan())
+        and torch.equal(found.nan_to_num(), expected.nan_to_num())
+    )
 
 
 def check_silu_gate(place: Place, dtype: torch.dtype, count: int, width: int) -> None:

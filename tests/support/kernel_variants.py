@@ -8,6 +8,7 @@ from hf_bmtrain.engine.base.launch import C_NAMES, Variant
 from hf_bmtrain.engine.ops import adam, eight_bits, grad_norm, peer_sum
 from hf_bmtrain.features.experts import arithmetic as experts
 from hf_bmtrain.features.float8 import arithmetic as float8
+from hf_bmtrain.features.lora import arithmetic as lora
 from hf_bmtrain.features.loss import cross_entropy
 from hf_bmtrain.features.packed import arithmetic as quantize
 
@@ -18,7 +19,7 @@ ADAM = [  # the dtypes of gradient, weight (None if the float32 masters are the 
     *((grad, weight, torch.float32) for weight in HALF for grad in (weight, torch.float32)),
     *((grad, torch.bfloat16, torch.int16) for grad in (torch.bfloat16, torch.float32)),
 ]
-MODULES = (grad_norm, adam, eight_bits, cross_entropy, peer_sum, quantize, float8, experts)
+MODULES = (grad_norm, adam, eight_bits, cross_entropy, peer_sum, quantize, float8, experts, lora)
 
 
 def variants(module: ModuleType, arch: int) -> list[Variant]:
@@ -46,5 +47,6 @@ def variants(module: ModuleType, arch: int) -> list[Variant]:
         quantize: [quantize.variant(form, dtype) for form in quantize.FORMATS.values() for dtype in C_NAMES],
         float8: [float8.variant(dtype, aligned) for dtype in C_NAMES for aligned in FLAGS],
         experts: [experts.variant(*kind) for kind in [*sums, *((rows, torch.float32, True) for rows in HALF)]],
+        lora: [lora.VARIANT],
     }
     return found[module]

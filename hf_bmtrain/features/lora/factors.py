@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from ...engine.base.torch_internals import autocast_type
+from .arithmetic import split_factors, split_sums
 
 
 class Adapter(NamedTuple):
@@ -63,14 +64,12 @@ def factors_of(a: Tensor, b: Tensor, dtype: torch.dtype, adapter: Adapter) -> tu
     """
     if not adapter.split:
         return a.to(dtype), b.to(dtype).t()
-    matrix = torch.cat([a, b.t()], 1)  # one tensor, so that each kernel below processes A and Bᵀ together
-    if torch.compiler.is_compiling():  # compiled code cannot use `out=` with a view
-        high, low = _parts(matrix)
-        made = torch.stack([high, low, high, high]).to(dtype)
+    if torch.compiler.is_compiling():
+        high, low = _parts(torch.cat([a, b.t()], 1))
+        rows = torch.cat([high, low, high, high]).to(dtype)
     else:
-        made = matrix.new_empty((4, *matrix.shape), dtype=dtype).copy_(matrix)
-        torch.sub(matrix, made[0], out=made[1])
-    of_a, of_b = made.flatten(0, 1).split([a.shape[1], b.shape[0]], 1)
+        rows = split_factors(a, b)
+    of_a, of_b = rows.split([a.shape[1], b.shape[0]], 1)
     return of_a, of_b
 
 
@@ -112,15 +111,12 @@ def enter(x: Tensor, factor: Tensor, adapter: Adapter, rank: int, scaled: bool) 
     """
     if not adapter.split:
         return _scaled_product(x, factor.t(), adapter.scaling if scaled else 1.0)
-    wide = _wide_product(x, factor[: 3 * rank].t(), adapter.scaling)
+    sums = _wide_product(x, factor[: 2 * rank].t(), adapter.scaling)
     if torch.compiler.is_compiling():
-        p, q, _ = wide.split(rank, 1)
+        p, q = sums.split(rank, 1)
         high, low = _parts(p)
         return torch.cat([low, high, q, high], 1).to(x.dtype)
-    made = x.new_empty(x.shape[0], 4 * rank)
-    made[:, rank:] = wide
-    torch.sub(wide[:, :rank], made[:, rank : 2 * rank], out=made[:, :rank])
-    return made
+    return split_sums(sums)
 
 
 def _parts(values: Tensor) -> tuple[Tensor, Tensor]:

@@ -14,12 +14,12 @@ and the memory traffic ("moved"), both without the two products of the frozen la
 of 2 bytes. Matrices that have r rows or columns are not counted.
 
                         PEFT, float32    split          PEFT, autocast   rounded
-    kernels, forward    7                8              9                5
-    kernels, backward   10               9              11               5
+    kernels, forward    7                5              9                5
+    kernels, backward   10               8              11               5
     moved, forward      5 K + 14 N       1 K + 2 N      7 K + 6 N        1 K + 2 N
     moved, backward     10 K + 14 N      3 K + 2 N      11 K + 4 N       3 K + 2 N
 
-PEFT's numbers are the same under DistributedDataParallel. Of the 17 kernels of *split*, 9 are short: they touch only A,
+PEFT's numbers are the same under DistributedDataParallel. Of the 13 kernels of *split*, 5 are short: they touch only A,
 B, u or du.
 
 Reference: Hu et al., "LoRA: Low-Rank Adaptation of Large Language Models" (2021).

@@ -12,6 +12,7 @@ from cases import full, in_full, pairwise
 from hf_bmtrain.engine.ops import adam, eight_bits, grad_norm, peer_sum
 from hf_bmtrain.features.experts import arithmetic as experts
 from hf_bmtrain.features.float8 import arithmetic as float8
+from hf_bmtrain.features.lora import arithmetic as lora
 from hf_bmtrain.features.loss import cross_entropy
 from hf_bmtrain.features.loss.cross_entropy import CrossEntropy, Plan
 from hf_bmtrain.features.packed import arithmetic as quantize
@@ -36,7 +37,7 @@ def place(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> It
         return
     shim = request.getfixturevalue("shim")
     before = len(shim.launches)
-    for module in (adam, cross_entropy, eight_bits, experts, float8, grad_norm, peer_sum, quantize):
+    for module in (adam, cross_entropy, eight_bits, experts, float8, grad_norm, lora, peer_sum, quantize):
         monkeypatch.setattr(module, "kernel", shim.kernel)
     monkeypatch.setattr(adam, "THREADS", 64)
     monkeypatch.setattr(eight_bits, "THREADS", 64)
@@ -146,6 +147,11 @@ def test_sums_of_rows(place: checks.Place, dtype, weights, shape: tuple[int, int
 )
 def test_silu_gate(place: checks.Place, dtype: torch.dtype, shape: tuple[int, int]) -> None:
     checks.check_silu_gate(place, dtype, *shape)
+
+
+@pytest.mark.parametrize("sizes", [(8, 40, 24), *in_full((1, 1, 1), (16, 300, 129))], ids=str)
+def test_split(place: checks.Place, sizes: tuple[int, int, int]) -> None:
+    checks.check_split(place, *sizes)
 
 
 @full

@@ -16,6 +16,7 @@ from hf_bmtrain.engine.base import launch
 from hf_bmtrain.engine.ops import adam, eight_bits, grad_norm, peer_sum
 from hf_bmtrain.features.experts import arithmetic as experts
 from hf_bmtrain.features.float8 import arithmetic as float8
+from hf_bmtrain.features.lora import arithmetic as lora
 from hf_bmtrain.features.loss import cross_entropy
 from hf_bmtrain.features.loss.cross_entropy import CrossEntropy, Plan
 from hf_bmtrain.features.packed import arithmetic as quantize
@@ -73,6 +74,8 @@ def ask_for_everything() -> None:
             attempt(float8.measure_pieces, flat, pieces, bits)
             attempt(float8.round_pieces, flat, pieces, bits, codes)
     attempt(float8.transpose, place(torch.zeros(16, 32, dtype=torch.float8_e4m3fn)))
+    lora.split_factors(place(torch.ones(2, 5)), place(torch.ones(3, 2)))
+    lora.split_sums(place(torch.ones(5, 4)))
     kinds = itertools.product(DTYPES, (torch.float32, torch.int16), DTYPES, (*DTYPES, None), (False, True))
     for grad, master, exp_avg, weight, coupled in kinds:
         tensors = [place(torch.ones(n, dtype=d)) for d in (grad, master, exp_avg, torch.float32)]

@@ -17,7 +17,7 @@ from transformers.pytorch_utils import Conv1D
 import hf_bmtrain as bmt
 from beside_twin import loss_of
 from cases import full, in_full, rows_in_full
-from hf_bmtrain.features.lora import factors
+from hf_bmtrain.features.lora import arithmetic, factors
 from hf_bmtrain.features.lora import linear as lora_linear
 from hf_bmtrain.features.lora.linear import COMPILES, FusedLoraLinear, fuse_lora
 from hf_bmtrain.features.packed.bitsandbytes import Linear4bit
@@ -190,15 +190,23 @@ class Kernels(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
     def wide(self, one, other, factor):
-        """One product on a GPU, which on the CPU is made of several."""
+        """One kernel on a GPU, several on the CPU, as the next two."""
         self.names.append("wide")
         return one.new_zeros(one.shape[0], other.shape[1], dtype=torch.float32)
+
+    def split_factors(self, a, b):
+        self.names.append("split_factors")
+        return arithmetic.split_factors(a, b)
+
+    def split_sums(self, sums):
+        self.names.append("split_sums")
+        return arithmetic.split_sums(sums)
 
 
 @pytest.mark.parametrize(
     ("adapters", "around", "most"),
     [
-        (torch.float32, contextlib.nullcontext, (8, 9)),
+        (torch.float32, contextlib.nullcontext, (5, 8)),
         (torch.float32, lambda: torch.autocast("cpu", torch.bfloat16), (5, 5)),
         (torch.bfloat16, contextlib.nullcontext, (3, 5)),
     ],
@@ -209,7 +217,8 @@ def test_number_of_kernels(adapters, around, most):
     model = build(adapters=adapters)
     fuse_lora(model.modules())
     x, dy, seen = torch.randn(8, INPUTS).bfloat16().requires_grad_(), torch.randn(8, OUTPUTS).bfloat16(), Kernels()
-    with mock.patch.object(factors, "_wide_product", lambda *args: hidden(seen, *args)), around():
+    kernels = {"_wide_product": seen.wide, "split_factors": seen.split_factors, "split_sums": seen.split_sums}
+    with mock.patch.multiple(factors, **{name: hidden(one) for name, one in kernels.items()}), around():
         with seen:
             y = model(x)
         forward, seen.names = seen.names, []
@@ -219,9 +228,14 @@ def test_number_of_kernels(adapters, around, most):
     assert 0 < len(seen.names) <= most[1], seen.names
 
 
-def hidden(seen, *args):
-    with torch.utils._python_dispatch._disable_current_modes():
-        return seen.wide(*args)
+def hidden(function):
+    """Return `function` with what it calls not counted."""
+
+    def call(*args):
+        with torch.utils._python_dispatch._disable_current_modes():
+            return function(*args)
+
+    return call
 
 
 def language_model(dtype, adapters):

@@ -1,0 +1,79 @@
+"""Represent float32 matrices of a LoRA adapter as sums of bfloat16 matrices; on a GPU, by one CUDA kernel per call.
+
+A matrix is represented by hi + lo, where hi is the matrix rounded to bfloat16, and lo is the remainder, also rounded.
+`factors` explains how products are computed with these sums.
+
+The CUDA kernels are in kernels/lora.cu. On the CPU, torch's operators compute the same bits.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...engine.base.launch import Variant, kernel
+
+VARIANT = Variant("lora", ())
+"""The CUDA source of the kernels, kernels/lora.cu. It has no macros."""
+_THREADS = 256
+
+
+def split_factors(a: Tensor, b: Tensor) -> Tensor:
+    """Return the rows [hi; lo; hi; hi] of the matrix [A Bᵀ], where hi + lo represents this matrix.
+
+    Args:
+        a: A, (r, K) float32.
+        b: B, (N, r) float32, on the same device.
+
+    Returns:
+        (4 r, K + N) bfloat16.
+    """
+    rank, width = a.shape
+    out = a.new_empty(4 * rank, width + b.shape[0], dtype=torch.bfloat16)
+    if _on_gpu(a):
+        _launch("split_factors", out.numel() // 4, a.contiguous(), b.contiguous(), rank, width, out.shape[1], out)
+        return out
+    matrix = torch.cat([a, b.t()], 1)
+    parts = out.view(4, rank, -1).copy_(matrix)
+    torch.sub(matrix, parts[0], out=parts[1])
+    return out
+
+
+def split_sums(sums: Tensor) -> Tensor:
+    """Return [lo of p | hi of p | hi of q | hi of p] for the matrices [p | q], where hi + lo represents p.
+
+    Args:
+        sums: [p | q], (rows, 2 r) float32, contiguous.
+
+    Returns:
+        (rows, 4 r) bfloat16.
+    """
+    rows, rank = sums.shape[0], sums.shape[1] // 2
+    out = sums.new_empty(rows, 4 * rank, dtype=torch.bfloat16)
+    if _on_gpu(sums):
+        _launch("split_sums", rows * rank, sums, rank, rows * rank, out)
+        return out
+    low, high, of_q, again = out.split(rank, 1)
+    p, q = sums.split(rank, 1)
+    again.copy_(high.copy_(p))
+    of_q.copy_(q)
+    torch.sub(p, high, out=low)
+    return out
+
+
+def _on_gpu(x: Tensor) -> bool:
+    """Return whether x is on a GPU, or is a meta tensor, which takes the place of one in predictions of memory."""
+    return x.is_cuda or x.is_meta
+
+
+def _launch(name: str, values: int, *arguments: Any) -> None:
+    """Launch the CUDA kernel `name`, unless there are no values or the tensors are meta tensors.
+
+    values: the number of values, each of which one thread processes.
+    arguments: the kernel's arguments, the last of which is the tensor that it writes.
+    """
+    out = arguments[-1]
+    if values and not out.is_meta:
+        kernel(VARIANT, name, out.device)(-(-values // _THREADS), _THREADS, *arguments)

@@ -27,7 +27,8 @@ def build(dtype: torch.dtype, adapters: torch.dtype):
     for name, parameter in model.named_parameters():
         if "lora" in name:
             torch.manual_seed(len(name))
-            parameter.data = (torch.randn(parameter.shape) * parameter.shape[1] ** -0.5).to("cuda", adapters)
+            # Small, as in training: of a large product, cuBLAS rounds more than PEFT does (see lora/factors.py).
+            parameter.data = (0.3 * torch.randn(parameter.shape) * parameter.shape[1] ** -0.5).to("cuda", adapters)
     return model
 
 

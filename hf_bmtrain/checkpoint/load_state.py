@@ -207,9 +207,10 @@ def load_parts(
             world.check_same_on_all_ranks("load_state", loading.facts(), {"checkpoint": str(each)})
             if lacking := sorted(overwritten - loading.sharded):
                 raise RuntimeError(
-                    f"load_state: a checkpoint is damaged: {source}. Values of {len(lacking)} parameters may already "
-                    f"have been read from it. The next older checkpoint, {each}, was saved with trained_only=True and "
-                    f"lacks them: {', '.join(lacking[:5])}. Load the model again, and then pass {each} to load_state"
+                    f"load_state: a checkpoint is damaged: {source}. {len(lacking)} parameters may already have values "
+                    f"from it. The next older checkpoint, {each}, cannot replace these values, because it was saved "
+                    f"with trained_only=True and does not contain these parameters: {', '.join(lacking[:5])}. Load the "
+                    f"original model again, and then pass {each} to load_state"
                 )
             problem = _attempt(world, loading.read)
             if problem is not None and loading.sharded:

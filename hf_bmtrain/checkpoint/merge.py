@@ -196,9 +196,10 @@ def _overlay(
     If a trained tensor is tied, `base` may contain it under its other names too. These names are left out, because
     `base` contains the values from before the training.
 
-    The second result is a list of notes to print for the user: one for each combination of two different dtypes that a
-    tensor has in `trained` and in `base`. Raises ValueError if a trained tensor is not in `base`, or has a different
-    shape there.
+    The second result is a list of notes to print for the user. If tensors have different dtypes in `trained` and in
+    `base`, there is one note for each pair (dtype in `trained`, dtype in `base`).
+
+    Raises ValueError if a trained tensor is not in `base`, or has a different shape there.
 
     trained: the tensors of the checkpoint, by name.
     base: the tensors of the base model, by name.

@@ -176,10 +176,10 @@ class _Bad:
     """A gradient that has inf or nan elements.
 
     Attributes:
-        place: three numbers that order the gradients: (number of the model, position of the parameter in the model,
-            position of the parameter among the parameters of all optimizers). Backward reaches parameters with a higher
-            place first. If the parameter's model is unknown, the first number is that of its flat buffer (0 if it is
-            not sharded), and the second is 0.
+        place: three indices by which the gradients are sorted: (index of the model, index of the parameter in the
+            model, index of the parameter among the parameters of all optimizers). Backward reaches parameters with a
+            higher place first. If the parameter's model is unknown, the first number is instead the number of the
+            parameter's flat buffer (0 if the parameter is not sharded), and the second is 0.
         block: the name of the parameter's block (transformer layer), or "" for a parameter outside the blocks.
         name: the parameter's name.
         numel: the number of elements of the full parameter or, if `tp_size` splits it over ranks, of the whole tensor.

@@ -309,9 +309,9 @@ def _tie_equal(model: Any, world: World) -> None:
 def _report(model: torch.nn.Module, world: World) -> None:
     """Log how many parameters were divided among the ranks while loading, and how many every rank has in full.
 
-    Every rank has initialized the parameters that are not in the files, and so has them in full. Of each other
-    parameter, a rank reads only its own elements: from a memory-mapped file, or from the copy that it made while
-    loading.
+    Every rank has initialized the parameters that are not in the files, and so has them in full. Of every other
+    parameter, a rank has no element in memory if the parameter is memory-mapped from its file, and otherwise the share
+    that it copied while loading (see SourcedParameter).
     """
     scattered = [p for p in model.parameters() if isinstance(p, SourcedParameter)]
     full = [name for name, p in model.named_parameters() if not isinstance(p, SourcedParameter)]

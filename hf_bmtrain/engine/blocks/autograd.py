@@ -83,7 +83,8 @@ class Containers:
         """Create the object after `leave_backward` has replaced tensors in the layer's arguments.
 
         Args:
-            values: the layer's arguments as the caller passed them. Tensors in the containers among them were replaced.
+            values: the objects that the caller passed as the layer's arguments. In the containers among them, tensors
+                have been replaced.
             inputs: the tensors in the arguments that require a gradient.
             guarded: the tensors that replace `inputs`, in the same order. Empty if none were replaced.
         """

@@ -306,9 +306,9 @@ class BlockState:
                 with autocast:
                     outputs = layer_forward(*args, **kwargs)
         # Replace views of the block's parameters by copies: in the outputs, and in lists and dicts among the arguments,
-        # into which the forward may have put such views. Search other arguments that can contain tensors only if
-        # gradients are enabled: in generation, every layer gets the key-value cache of all layers, which takes long to
-        # search.
+        # into which the forward may have put such views. If gradients are enabled, also search other objects among the
+        # arguments. Without gradients, this would take too long: in generation, every layer gets the key-value cache
+        # of all layers.
         return copy_views(outputs, (*args, *kwargs.values()), self._holds, objects=torch.is_grad_enabled())
 
     def _holds(self, tensor: torch.Tensor) -> bool:

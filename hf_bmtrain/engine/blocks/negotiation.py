@@ -27,8 +27,9 @@ forward and another rank is in a backward.
 _UNITS = 1 << 30  # an upper bound on the number of blocks and root buffers (of parameters outside blocks)
 _STRIDE = 1 << 20  # an upper bound on the number of buffers in one block
 _SPACE = _UNITS * _STRIDE
-# A rank requests this number at the end of its forward or backward. This number is larger than those of all collectives
-# (`_add` chooses them below 5 * _SPACE), so it is granted only when all ranks request it.
+# If ranks request different numbers, the smallest is granted. A rank requests this number at the end of its forward or
+# backward. It is larger than the numbers of all collectives (`_add` chooses them below 5 * _SPACE), so it is granted
+# only when all ranks request it.
 _END = 6 * _SPACE
 
 

@@ -199,8 +199,8 @@ class ForwardPass:
         `DistributedModule` calls this for the tensors in the model's outputs, and in lists and dicts among its
         arguments. A view becomes invalid when the full parameter is freed, so it is replaced by a copy.
 
-        Only flat buffers whose OnDemandGather has `unwatched` set to True are searched. If `unwatched` is False, no
-        view of the buffer has left the modules that read it, so none can be found.
+        Only those flat buffers are searched of which a view may have left the modules that read them
+        (`OnDemandGather.unwatched`).
         """
         return any(reader.unwatched and reader.holds(tensor) for reader in self.readers)
 
@@ -305,8 +305,8 @@ class Schedule:
         self._orders: weakref.WeakKeyDictionary[torch.nn.Module, Order] = weakref.WeakKeyDictionary()
         # The gradients whose reductions have been started but not yet waited for: one list for each call of `_start`.
         self._pending: deque[list[GradientBuffer]] = deque()
-        # The gradients with parameters that this rank did not use in this backward, while it is unknown whether another
-        # rank used them. `_decide` empties the list.
+        # The gradients of the flat buffers that have a parameter which this rank did not use in this backward, as long
+        # as it is unknown whether another rank used it. `_decide` empties the list.
         self._undecided: list[GradientBuffer] = []
 
     # -- observers ----------------------------------------------------------------------------------------------

@@ -141,9 +141,9 @@ def encode(magnitudes: Tensor, fraction: int, random: Tensor | None) -> tuple[Te
     # Choose the exponent E of each block so that the block's largest magnitude, x, is not clamped. A code represents a
     # number below 2, which is multiplied by 2ᴱ. With f fraction bits, the two largest such numbers are a = 2 - 2·2⁻ᶠ
     # and b = 2 - 2⁻ᶠ (1.875 and 1.9375 if f is 4). Let K be the exponent of x as a float32: 2ᴷ ≤ x < 2ᴷ⁺¹.
-    # * If E were always K, an x above b·2ᴷ would be clamped in every step, so the moment could never grow to 2ᴷ⁺¹.
-    # * Therefore E is K + 1 if x is above a·2ᴷ, and otherwise K. From a·2ᴷ to b·2ᴷ, both exponents represent the same
-    #   numbers.
+    # * If E were always K, an x above b·2ᴷ would be clamped in every step, so a moment could never grow to 2ᴷ⁺¹.
+    # * Therefore E is K + 1 if x is above a·2ᴷ, and otherwise K. For an x from a·2ᴷ to b·2ᴷ, both would do, because the
+    #   same numbers of this interval can be represented with E = K and with E = K + 1.
     # The next line computes E + 127 from the bits of x. It adds 2·2²³⁻ᶠ - 1 to them, which carries into the exponent
     # bits if and only if x is above a·2ᴷ.
     exponents = (padded.view(torch.int32).amax(1).long() + (2 << dropped) - 1 >> 23).clamp_(max=255).int()

@@ -248,9 +248,10 @@ def _check_element_wise(optimizer: torch.optim.Optimizer, device: torch.device) 
     1. Two optimizers each update a 1-D part of the matrix. Element-wise optimizers, which update each element from its
        own gradient and state alone, pass this trial. If the optimizer is one of torch.optim, it is then accepted
        without the second trial.
-    2. One optimizer updates a sharded matrix. This trial decides about all other optimizers. Optimizers that are not
-       element-wise, such as Adafactor, pass it if they call only functions of torch that compute with the full matrix.
-       With tensor parallelism, they are refused without this trial if a parameter of the group is split.
+    2. One optimizer updates a sharded matrix. This trial decides about every optimizer that the first did not accept.
+       Optimizers that are not element-wise, such as Adafactor, pass it if all functions of torch that they call return
+       the same for the sharded matrix as for the full one. With tensor parallelism, they are refused without this
+       trial if a parameter of the group is split.
 
     If an optimizer cannot even update the full matrix, a warning is logged instead of an error.
 

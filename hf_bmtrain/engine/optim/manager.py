@@ -284,8 +284,9 @@ class OptimManager:
         """Return the loss times the loss scale, for code that calls `backward()` itself.
 
         `OptimManager.backward(loss)` first checks the loss, and then does the same as
-        `OptimManager.scale_loss(loss).backward()`. Collective: every rank must call it. On a GPU, this call completes
-        the previous step. If that step was skipped, the ranks exchange messages to find which gradient was inf or nan.
+        `OptimManager.scale_loss(loss).backward()`. Collective: every rank must call it. On a GPU, `step` does not wait
+        to learn whether the device has skipped it. This call finds out about the previous step. If that step was
+        skipped, the ranks exchange messages to find which gradient was inf or nan.
 
         If OptimManager was created with a `grad_scale` (its default is the number of ranks), the loss is also
         multiplied by (number of ranks) / `grad_scale`. Backward averages the gradients over the ranks. With this
@@ -441,7 +442,8 @@ class OptimManager:
             _refuse_sharing(own)
         for optimizer in list(self._clips):
             if len(_unreplaced(own[optimizer], self._clips[optimizer][1])) < len(own[optimizer]):
-                self._clip_now(optimizer)  # some gradients were set or replaced later, and must not be multiplied
+                # Some gradients were set or replaced after `clip_grad_norm`, and must not be multiplied by its factor.
+                self._clip_now(optimizer)
         self._forget_changed()
         unchecked = [p for members in own.values() for p in members if p not in self._checked]
         self._updated_in_backward |= any(_updated_in_backward(o) for o in self.optimizers)

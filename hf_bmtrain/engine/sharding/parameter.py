@@ -123,8 +123,8 @@ class DistributedParameter(ShardBase, torch.nn.Parameter):
         if data.is_meta:
             raise ValueError(
                 "data is a meta tensor, but a DistributedParameter must be created from a tensor on a real device, "
-                "also with init_method=. Pass, for example, torch.empty(shape). If init_parameters() is to fill in the "
-                "values later, pass init_method=, too."
+                "even if init_method= is given. Pass, for example, torch.empty(shape), and init_method= if "
+                "init_parameters() is to fill in the values later."
             )
         full = torch.nn.Parameter(data.detach(), requires_grad=requires_grad)
         expect_flag("tp_mode", tp_mode)

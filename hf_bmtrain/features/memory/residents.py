@@ -206,11 +206,11 @@ class Residents:
             self._peak = None  # discard the measurement, because use_checkpoint="auto" has reset the allocator's peak
 
     def _is_short(self) -> bool:
-        """Return whether clearly less memory is free than when the buffers to keep unsharded were chosen.
+        """Return whether free memory has decreased since the ranks chose which buffers to keep unsharded.
 
-        If so, the ranks must choose again. Small decreases do not count (see `_TOLERANCE`). Also returns True, and
-        discards the measured peak, if a block's recomputation policy (use_checkpoint) has changed since the last
-        measurement began. Called at the first training forward after a backward.
+        If so, the ranks must choose again. Small decreases do not count (see `_TOLERANCE`). If a block's recomputation
+        policy (use_checkpoint) has changed since the measurement of a step's peak memory began, this discards the peak
+        and also returns True. Called at the first training forward after a backward.
         """
         if self._present_policies() != self._policies:
             self._peak = None

@@ -656,8 +656,8 @@ def _copy(container: Any) -> Any:
 def _fill(container: Any, contents: Any) -> None:
     """Replace all items of `container`, which may be a dict, list, set or deque, by `contents`.
 
-    For a subclass of dict or list, this calls the methods of dict (or OrderedDict) or list, not those that the subclass
-    overrides.
+    If the class of `container` is a subclass of dict, OrderedDict or list, the methods of that built-in class are
+    called directly. So methods with which the subclass overrides them do not run.
     """
     if isinstance(container, dict):
         base: Any = OrderedDict if isinstance(container, OrderedDict) else dict

@@ -142,9 +142,9 @@ class TensorParallel(Extension):
                 _check(name, module, _SPLIT[style], grid.size)
         if unnamed := _beside_parts(plan, found):
             raise ValueError(
-                f"auto_wrap: {unnamed} belongs to a module with layers that are split over {grid.size} ranks, but the "
-                f"tensor-parallel plan of {type(plan.model).__name__} does not name it. If each rank applies this "
-                "parameter only to its own part of the features, the parameter's gradient would be wrong. Call "
+                f"auto_wrap: the parameter {unnamed} belongs to a module whose layers are split over {grid.size} "
+                f"ranks, but the tensor-parallel plan of {type(plan.model).__name__} does not name this parameter. If "
+                "each rank applies it only to its own part of the features, its gradient would be wrong. Call "
                 "init_distributed without tp_size."
             )
         self._modules = [(module, style) for _, module, style in found]

@@ -242,8 +242,8 @@ class _Correction:
     Args:
         name: the name of the class or function that computes the loss, for the log.
         trainer: the Trainer that gets the loss. With `model_init`, its model may change between calls.
-        way_out: what the user can do so that the losses of micro-batches are averaged. This text is the end of the
-            warning that Trainer adds them up instead.
+        way_out: what the user can do so that the losses of micro-batches are averaged. The last sentence of a warning,
+            which says that Trainer adds these losses up.
 
     Attributes:
         trainer: a weak reference to the Trainer.

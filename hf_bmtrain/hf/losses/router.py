@@ -82,9 +82,10 @@ def average_router_loss(model: Any, trainer: transformers.Trainer, forward: Last
         if not told and current_world().rank == 0:
             _log.info(
                 "the %s of %s is averaged over micro-batches and ranks, and multiplied by its "
-                "coefficient, %g. Trainer alone adds it once per micro-batch and rank, %d times in a step, which makes "
-                "it larger by this factor. If you want that, pass average_router_loss=False to BMTrainCallback",
-                "other mean in the loss" if subtracts else "routers' auxiliary loss", type(base).__name__,
+                "coefficient, %g. Without hf_bmtrain, Trainer adds it once per micro-batch and rank, %d times in a "
+                "step, which makes it larger by this factor. If you want that, pass average_router_loss=False to "
+                "BMTrainCallback",
+                "term beside the cross entropy" if subtracts else "routers' auxiliary loss", type(base).__name__,
                 _value(base, name), times,
             )  # fmt: skip
         told = True

@@ -16,7 +16,7 @@ In this mode, dA and dB have an error of 2⁻¹⁷ of their norm. (Measured: 4.5
 single rounding to bfloat16.) On a CPU, y and dx are as exact as PEFT's in float32. On a GPU, cuBLAS rounds the product
 u @ factor to bfloat16 before it adds it to y or dx. PEFT rounds it in dx, too, but not in y. So y has one more rounding
 than with PEFT. If the adapter adds little to y, this makes no difference. (Measured: an error of 2.4e-3 here and 1.8e-3
-with PEFT if the adapter's output is 2.5 times the frozen layer's; 2.35e-3 with both if it is a quarter of it.)
+with PEFT if the adapter's output is 2.5 times the frozen layer's; 2.35e-3 with both if it is a fortieth of it.)
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def factors_of(a: Tensor, b: Tensor, dtype: torch.dtype, adapter: Adapter) -> tu
     """
     if not adapter.split:
         return a.to(dtype), b.to(dtype).t()
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_compiling():  # torch.compile cannot trace the launches of CUDA kernels in `arithmetic`
         high, low = _parts(torch.cat([a, b.t()], 1))
         rows = torch.cat([high, low, high, high]).to(dtype)
     else:

@@ -91,8 +91,8 @@ def plan_files(
         limit: maximum size of a file in bytes, without its header; a tensor larger than that gets its own file.
 
     Returns:
-        Two values: the files, and a dict with the contents of the index file `base`.safetensors.index.json by its name.
-        The dict is empty if there is only one file.
+        Two values: the files, and the index file as {"`base`.safetensors.index.json": its contents}. The dict is empty
+        if there is only one file.
 
     Raises:
         ValueError: safetensors does not support a dtype, or a header would be longer than safetensors allows.

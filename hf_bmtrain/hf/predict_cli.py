@@ -74,8 +74,8 @@ def peak(given: argparse.Namespace, config: Any, rows: int) -> int:
 def predicted(given: argparse.Namespace, config: Any, rows: int) -> Prediction:
     """Return the predicted memory of a step with the given options, broken down by purpose.
 
-    An option set to "auto" is resolved as in training. (The function `peak` instead passes the value that needs the
-    least memory.)
+    An option set to "auto" is resolved as in training. (The function `peak` never passes "auto" to this function, but
+    the value that needs the least memory.)
 
     Args:
         given: the options of the command line.

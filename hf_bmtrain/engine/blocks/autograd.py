@@ -263,8 +263,8 @@ def leave_backward(
     are replaced in place, until `Containers.restore` puts the originals back.
 
     Args:
-        after: the function to call. It is never called if no tensor in the arguments requires a gradient, or if one
-            that does is in a set.
+        after: the function to call. It is never called if no tensor in the arguments requires a gradient, or if a
+            tensor that requires a gradient is in a `set`.
         args: the layer's positional arguments.
         kwargs: the layer's keyword arguments.
 

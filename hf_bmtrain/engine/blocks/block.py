@@ -333,7 +333,7 @@ class TransformerBlockList(torch.nn.ModuleList):
         """Append `module`, and link the last block to it.
 
         Args:
-            module: a CheckpointBlock. (Another module is appended, too, but neither sharded nor linked.)
+            module: a CheckpointBlock. (A module of any other type is appended, too, but neither sharded nor linked.)
 
         Returns:
             The list itself.

@@ -69,10 +69,10 @@ class Negotiation:
     """
 
     def __init__(self, control: ObjectComm, reduce: Callable[[list[GradientBuffer]], None]) -> None:
-        """Create the object by which all ranks agree on each next collective.
+        """Create the object by which all ranks agree, each time, which collective is next.
 
         Args:
-            control: the communicator by which the ranks exchange the numbers of the collectives that they need next.
+            control: the communicator by which each rank sends the number that identifies the collective it needs next.
             reduce: a collective function that starts the reduction of the gradients of one block, or of one root buffer
                 (a flat buffer of parameters outside blocks).
         """

@@ -25,8 +25,8 @@ class RecomputedGraphs:
     """Compiles the forward of one block together with its recomputation in backward.
 
     Backward then recomputes only what the gradients need, whereas torch's checkpoint would repeat the whole compiled
-    forward. Call `run` in place of the forward. Its argument `keeps` is a function that selects the outputs that are
-    not recomputed; for each such function, the forward is compiled once.
+    forward. Call `run` in place of the forward. The argument `keeps` of `run` is a function that selects the operators
+    whose outputs are kept instead of recomputed. The forward is compiled once for each such function.
 
     Args:
         forward: the function to compile: the `forward` of the layer's class, or one that was set on the instance.

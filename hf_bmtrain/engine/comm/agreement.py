@@ -138,10 +138,10 @@ def contents(state: Any, name: str = "") -> dict[str, str]:
 
 
 def _path(name: str, part: Any) -> str:
-    """Return the path of the item `part` of a container with the path `name`.
+    """Return the path of the item with the index or key `part`, in a container whose path is `name`.
 
-    No two items have the same path: "a.0" is the item 0 of "a", "a['0']" its item "0", and "['a.0']" an item of the
-    outermost container.
+    No two items have the same path. For example, "a.0" is the item of "a" with the integer 0, "a['0']" is the item of
+    "a" with the string "0", and "['a.0']" is the item of the outermost container with the string "a.0".
     """
     plain = type(part) is int or isinstance(part, str) and part.isidentifier()
     return f"{name}.{part}".lstrip(".") if plain else f"{name}[{part!r}]"

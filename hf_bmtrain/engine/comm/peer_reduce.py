@@ -104,10 +104,10 @@ class Mailboxes:
     def before(self, box: Mailbox) -> Mailbox:
         """Return the mailbox that this rank used in the reduction just before the one that uses `box`.
 
-        A mailbox is memory into which the other ranks copy gradients. Each reduction contains an all-reduce. A rank
-        enters it only after it has finished reading its mailbox of the reduction before. So when the later reduction's
-        all-reduce is complete, the mailboxes of the earlier reduction may be filled again. `PeerReduction.carry`
-        therefore sets `free` of the returned mailbox to an event after this all-reduce.
+        A mailbox is memory into which the other ranks copy gradients. Each reduction contains an all-reduce, which a
+        rank enters only after it has read the mailbox that it used in the previous reduction. So when the all-reduce is
+        complete, all mailboxes of the previous reduction may be filled again. `PeerReduction.carry` therefore sets
+        `free` of the returned mailbox to an event that is recorded after the all-reduce.
 
         box: this rank's mailbox for the later reduction.
         """

@@ -212,7 +212,8 @@ class OptimManager:
             name = type(lr_scheduler).__name__
             raise TypeError(
                 f"lr_scheduler must have a step() without arguments, but {name}.step needs arguments, which the "
-                "manager does not have. Add the optimizer without it, and call its step yourself, after manager.step()."
+                "manager does not have. Add the optimizer without a scheduler, and call the scheduler's step yourself, "
+                "after manager.step()."
             )
         stale = sum(getattr(p, "sharded_elsewhere", False) for group in optimizer.param_groups for p in group["params"])
         if stale:

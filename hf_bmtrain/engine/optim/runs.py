@@ -371,7 +371,7 @@ def is_own(name: str) -> bool:
 def has_codes(held: Container[str]) -> bool:
     """Return whether the moments in a parameter's optimizer state are stored in 8 bits (as codes).
 
-    Such moments must be decoded before they are read as numbers, or copied into float32 moments.
+    Such moments must be decoded before they are either read as numbers or copied into float32 moments.
 
     held: the state, {name: tensor} with the names of `ParameterState`, or only the names.
     """

@@ -58,8 +58,8 @@ class OnDemandGather:
         self._watched = False
         self.unwatched = self.read_inside = False
         self._passes = 0  # the number of training forwards that have read the parameters since the last backward
-        # True once `note_read` or `count_pass` has recorded a read of which it is unknown when backward computes the
-        # gradient. From then on, the gradients are reduced only at the end of each backward.
+        # True once `note_read` or `count_pass` has recorded a read whose gradient may be computed at any point of
+        # backward. From then on, the gradients are reduced only at the end of each backward.
         self._read_elsewhere = False
         self._sent = False  # whether the running backward has started the reduction
 
@@ -213,11 +213,12 @@ class OnDemandGather:
             gradient: the gradient of the full parameter, on this rank.
         """
         self._schedule.join_backward(self)
-        # An earlier reduction of this buffer may still be pending. Wait for it before adding `gradient`. This happens
-        # in two cases:
+        # Wait for an earlier reduction of this buffer, if one is still pending, before adding `gradient`. One may be
+        # pending in two cases:
         # * The buffer belongs to a block, but one of its parameters was also read outside the block.
-        # * The gradients that `take_complete_gradients` returned are being reduced, and `gradient` comes after them.
-        # `gradient` is then averaged at the end of the backward, and added to the mean of the earlier reduction.
+        # * The gradients that `take_complete_gradients` returned are being reduced, and `gradient` was computed later.
+        # In both cases, `gradient` is averaged at the end of the backward, and added to the mean of the earlier
+        # reduction.
         if self._buffer.gradient.is_pending:
             self._schedule.receive_all()
         self._sent = False

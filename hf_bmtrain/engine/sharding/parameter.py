@@ -192,8 +192,8 @@ class DistributedParameter(ShardBase, torch.nn.Parameter):
         """Return the leaves of autograd's graph that get this parameter's gradient on this rank.
 
         Forwards read full parameters, so the full parameters are leaves of the graph. This parameter itself is a leaf
-        only for results of `gather`. `loss.backward(inputs=[parameter])` therefore passes all of these leaves to
-        autograd. You need not call this method yourself.
+        only in graphs that use the result of its method `gather`. `loss.backward(inputs=[parameter])` therefore passes
+        all of these leaves to autograd. You need not call this method yourself.
 
         Returns:
             The Parameter object that blocks read; one Parameter object for each module outside blocks that has read

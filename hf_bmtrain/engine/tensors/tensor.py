@@ -605,10 +605,10 @@ class _Call:
             return ShardTensor.of(result.detach(), first.placement)
 
     def _view(self, first: Any) -> Any:
-        """Apply a function such as `view` to the sharded tensor `first`.
+        """Apply the intercepted function, one such as `view`, to the sharded tensor `first`.
 
-        Returns a sharded tensor that shares the memory of `first`. Its full shape is the shape of the function's result
-        for the full tensor.
+        Returns a sharded tensor that shares the memory of `first`. Its full shape is the shape that the function would
+        return for the full tensor.
         """
         with WithoutTorchFunction():
             shape = self.func(*replace_tensors(_on_meta, self.args), **replace_tensors(_on_meta, self.kwargs)).shape
@@ -678,8 +678,8 @@ class _Call:
     def _write(self, written: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
         """Apply an in-place function to this rank's elements, without recording it for autograd, and return `written`.
 
-        An exception is a call while gradients are enabled, if `written` is a leaf that requires a gradient. Gradients
-        then stay enabled, so that torch raises its usual error.
+        However, if gradients are enabled and `written` is a leaf that requires a gradient, they stay enabled, so that
+        torch raises its usual error.
 
         written: the argument that the function writes to.
         args, kwargs: the arguments of the function, in which full tensors are replaced by this rank's elements.
@@ -1148,7 +1148,7 @@ def _operand(value: torch.Tensor, like: Any) -> torch.Tensor | None:
     if value.numel() == 1:
         if value.dim() < 2:
             return value
-        return value.reshape(1) if value.dim() <= len(shape) else None  # None if the result has more dimensions
+        return value.reshape(1) if value.dim() <= len(shape) else None  # None if it has more than `shape`
     try:
         result = torch.broadcast_shapes(value.shape, shape)
     except RuntimeError:

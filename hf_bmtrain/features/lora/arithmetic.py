@@ -42,7 +42,9 @@ def split_factors(a: Tensor, b: Tensor) -> Tensor:
 
 
 def split_sums(sums: Tensor) -> Tensor:
-    """Return [lo of p | hi of p | hi of q | hi of p] for the matrices [p | q], where hi + lo represents p.
+    """Return the bfloat16 matrices [lo of p | hi of p | hi of q | hi of p], side by side, for float32 matrices p and q.
+
+    hi is the matrix rounded, and lo is the remainder, also rounded. The remainder of q is not needed.
 
     Args:
         sums: [p | q], (rows, 2 r) float32, contiguous.

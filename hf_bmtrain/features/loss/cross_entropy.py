@@ -16,7 +16,9 @@ from torch import Tensor
 from ...engine.base.arguments import expect, expect_number
 from ...engine.base.launch import C_NAMES, Variant, kernel, shared_memory_limit
 
-SCRATCH = 640  # bytes of shared memory besides the copy of the row: SCRATCH (40) of kernels/cross_entropy.cu, times 16
+# Bytes of shared memory besides the copy of the row. Equal to SCRATCH in kernels/cross_entropy.cu, which counts vectors
+# of 16 bytes.
+SCRATCH = 640
 SHARE = 72 << 10  # maximum bytes of a row per thread block, so that three thread blocks fit into an SM's 227 KiB
 BYTES_A_THREAD = 256  # bytes of a row per thread, which loads sixteen 16-byte vectors concurrently
 # 16-byte vectors of a row per thread block, in the kernels that do not copy rows to shared memory (gradient, rescale)

@@ -173,16 +173,16 @@ def _is_running(model: Any) -> bool:
 
 
 def _preprocess(original: Callable[..., Any], model: Callable[[], Any], counts: bool, *args: Any, **kwargs: Any) -> Any:
-    """Call transformers' function that prepares attention masks, so that it reads no tensor on the GPU without need.
+    """Call transformers' function that prepares attention masks, without reading GPU tensors on the host needlessly.
 
     This function replaces `original` in transformers while a forward runs. If the positions need not be read, it passes
     None instead of them. If the mask need not be read, it returns None instead of the mask.
 
     Args:
-        original: transformers' own function, `_preprocess_mask_arguments`. If the mask is None, it reads the positions
-            that are passed to it. It returns whether the mask is ready, the mask, the index of each token's packed
-            sequence (None if sequences are not packed), and sizes. If the returned mask is neither ready nor None,
-            transformers reads this mask afterwards.
+        original: transformers' own function, `_preprocess_mask_arguments`. It returns a tuple: whether the mask can be
+            used as it is, the mask, the index of each token's packed sequence (None if sequences are not packed), and
+            sizes. If the mask passed to it is None, it reads the positions. If it returns a mask that cannot be used
+            as it is, transformers reads this mask afterwards.
         model: a weak reference to the model whose forward runs.
         counts: whether this forward makes the positions itself, by counting 0, 1, 2 and so on.
         *args: the arguments of `original`.

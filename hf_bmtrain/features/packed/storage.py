@@ -225,7 +225,7 @@ class QuantizedParameter(DistributedParameter):
 
     @property
     def part(self) -> torch.Tensor:
-        """This rank's unpacked elements, (n,). Each access returns an ordinary tensor in new memory."""
+        """This rank's elements, (n,). Each access unpacks them into an ordinary tensor in new memory."""
         storage: Any = self.buffer.storage
         return storage.unpacked(self.index)
 

@@ -162,7 +162,7 @@ class LiveBytes(TorchDispatchMode):
             self.changes.append(Change(number, nbytes, self._label() if nbytes > 0 else "", shape))
 
     def number_of(self, tensor: torch.Tensor) -> int | None:
-        """Return the number that identifies a tensor's storage (`Change.number`), or None if it is not counted."""
+        """Return the number that identifies a tensor's storage (`Change.number`); None if its bytes are not counted."""
         known = self._known.get(tensor.untyped_storage()._cdata)
         return None if known is None else known[2]
 

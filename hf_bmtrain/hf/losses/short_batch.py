@@ -429,9 +429,10 @@ def _loss_of_pairs(trainer: Any, model: Any, inputs: Any, left: int, world: Worl
 
 
 def _pair(inputs: Any, row: int, size: int) -> dict[str, Any] | None:
-    """Return the pair of rows with index `row` of `inputs`, or None if a value is not a tensor with `size` pairs.
+    """Return the pair with index `row` of a batch of `size` pairs, or None if a value of `inputs` does not contain them.
 
-    Each tensor has either one row per pair, or the first rows of all `size` pairs followed by their second rows.
+    A tensor contains them either as `size` rows, one for each pair, or as 2 * `size` rows: the first rows of all pairs,
+    followed by their second rows.
     """
     found = {}
     for name, value in inputs.items():

@@ -429,10 +429,10 @@ def _loss_of_pairs(trainer: Any, model: Any, inputs: Any, left: int, world: Worl
 
 
 def _pair(inputs: Any, row: int, size: int) -> dict[str, Any] | None:
-    """Return the pair with index `row` of a batch of `size` pairs, or None if a value of `inputs` does not contain them.
+    """Return the pair with index `row` of a batch of `size` pairs, or None if a value of `inputs` is not such a batch.
 
-    A tensor contains them either as `size` rows, one for each pair, or as 2 * `size` rows: the first rows of all pairs,
-    followed by their second rows.
+    A tensor contains pairs either as `size` rows, one for each pair, or as 2 * `size` rows: the first row of each pair,
+    followed by the second rows.
     """
     found = {}
     for name, value in inputs.items():

@@ -573,7 +573,7 @@ def test_misuse():
     shared.grad = None
     other = torch.optim.SGD([torch.nn.Parameter(torch.zeros(2))], lr=0.1)
     plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(other)
-    with pytest.raises(TypeError, match=r"ReduceLROnPlateau.step needs arguments.* call its step yourself"):
+    with pytest.raises(TypeError, match=r"ReduceLROnPlateau.step needs arguments.* call the scheduler's step yourself"):
         manager.add_optimizer(other, plateau)
     assert len(manager.optimizers) == len(manager.schedulers) == 1
     plateau.step = functools.wraps(plateau.step)(functools.partial(plateau.step, 1.0))

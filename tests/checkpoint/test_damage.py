@@ -108,7 +108,8 @@ def unfreezes_between(folder):
         damage(Path(folder) / "checkpoint-2" / "optimizer.safetensors")
     bmt.synchronize()
     other = with_frozen_layer(1)
-    with pytest.raises(RuntimeError, match=r"checkpoint-2.*checkpoint-1, cannot .* was saved with trained_only.*layers\.0\."):
+    expected = r"checkpoint-2.*checkpoint-1, cannot .* was saved with trained_only.*layers\.0\."
+    with pytest.raises(RuntimeError, match=expected):
         other.load(folder)
     other = with_frozen_layer(1)
     before = other.model.state_dict()

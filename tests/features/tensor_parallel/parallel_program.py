@@ -381,9 +381,9 @@ def transformers_plans(folder: Path) -> None:
         ("num_key_value_heads=1 must be", transformers.LlamaConfig(**{**sizes, "num_key_value_heads": 1}),
          transformers.LlamaForCausalLM),
         ("must have no bias", transformers.LlamaConfig(**sizes, attention_bias=True), transformers.LlamaForCausalLM),
-        ("mlp.act_fn.alpha_p belongs to a module whose layers", transformers.ApertusConfig(**sizes, pad_token_id=0),
+        ("mlp.act_fn.alpha_p belongs to a module whose", transformers.ApertusConfig(**sizes, pad_token_id=0),
          transformers.ApertusForCausalLM),
-        ("self_attn.A belongs to a module whose layers", transformers.DogeConfig(**sizes), transformers.DogeForCausalLM),
+        ("self_attn.A belongs to a module whose", transformers.DogeConfig(**sizes), transformers.DogeForCausalLM),
     ):  # fmt: skip
         with pytest.raises(ValueError, match=message):
             bmt.auto_wrap(auto(config))

@@ -376,14 +376,15 @@ def transformers_plans(folder: Path) -> None:
     with pytest.raises(ValueError, match="has none of the layers"):
         bmt.auto_wrap(renamed)
     mixtral = transformers.MixtralConfig(**sizes, num_local_experts=4)
+    beside = "belongs to a module whose layers are split over"
     for message, config, auto in (
         ("has the style", mixtral, transformers.MixtralForCausalLM),
         ("num_key_value_heads=1 must be", transformers.LlamaConfig(**{**sizes, "num_key_value_heads": 1}),
          transformers.LlamaForCausalLM),
         ("must have no bias", transformers.LlamaConfig(**sizes, attention_bias=True), transformers.LlamaForCausalLM),
-        ("mlp.act_fn.alpha_p belongs to a module whose", transformers.ApertusConfig(**sizes, pad_token_id=0),
+        (f"mlp.act_fn.alpha_p {beside}", transformers.ApertusConfig(**sizes, pad_token_id=0),
          transformers.ApertusForCausalLM),
-        ("self_attn.A belongs to a module whose", transformers.DogeConfig(**sizes), transformers.DogeForCausalLM),
+        (f"self_attn.A {beside}", transformers.DogeConfig(**sizes), transformers.DogeForCausalLM),
     ):  # fmt: skip
         with pytest.raises(ValueError, match=message):
             bmt.auto_wrap(auto(config))

@@ -91,6 +91,14 @@ def test_rivals_that_are_the_same_are_measured_once():
     ]  # fmt: skip
 
 
+def test_only_some_variants_are_measured(tmp_path, capsys):
+    options = ["--rows", "lora-bf16", "--columns", "plain", "--variants", "all", "--output", str(tmp_path)]
+    main([*options, "--within", "0", "--only", "none", "Liger"])
+    assert "2 cells, in this order: lora-bf16 plain, lora-bf16 plain (Liger)\n" in capsys.readouterr().out
+    with pytest.raises(SystemExit, match="no cell of these rows and columns has the variant 'fused loss'"):
+        main([*options, "--only", "Liger", "fused loss"])
+
+
 def test_a_cell_is_as_slow_as_its_slowest_rank():
     ranks = [report_of("lora", "ours", ms, peak_GB=peak, steps_ms=[ms]) for ms, peak in ((2.0, 5.0), (3.0, 4.0))]
     found = merge(ranks, 2, "", 9.0)

@@ -40,6 +40,11 @@ def main(arguments: Sequence[str]) -> int:
     failed = 0
     told = " ".join(["recipes/benchmark.py", "trainer", *map(shlex.quote, arguments)])
     cells = [] if options.table_only else cells_of(options.rows, options.columns, options.variants)
+    if options.only:
+        chosen = ["" if name == "none" else name for name in options.only]
+        if unknown := set(chosen) - {cell.variant for cell in cells}:
+            raise SystemExit(f"--only: no cell of these rows and columns has the variant {', '.join(sorted(unknown))!r}")
+        cells = [cell for cell in cells if cell.variant in chosen]
     if options.missing:
         there = {name_of(report) for report in read(file, job) if "ms" in report}
         cells = [cell for cell in cells if cell.name() not in there]
@@ -82,6 +87,8 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     add("--rows", nargs="+", choices=ROWS, default=usual, metavar="ROW", help=told)
     add("--columns", nargs="+", choices=COLUMNS, default=list(COLUMNS), metavar="COLUMN", help=", ".join(COLUMNS))
     add("--variants", choices=VARIANTS, default="usual", help="how many ways of a column to try (%(default)s)")
+    told = "only the cells of these variants, by the names that the first line prints; none: those without one"
+    add("--only", nargs="+", metavar="VARIANT", help=told)
     add("--missing", action="store_true", help="only the cells that --output has no times of")
     add("--timeout", type=positive, default=300.0, help="seconds for a cell (%(default)s)")
     add("--within", type=positive, default=float("inf"), help="start no cell after so many seconds")

@@ -97,13 +97,15 @@ VARIANTS = ("first", "usual", "all")
 def variants(row: Row, column: str, which: str) -> list[str]:
     """Return the variants of a cell, of which the fastest counts. which: one of VARIANTS; "all" adds slower ones."""
     if column == "ours":
-        found = [FUSED, *([LIGER] if which == "all" else [])] if row.long else ["", *([FUSED] if not row.sft else [])]
+        found = [FUSED] if row.long else ["", *([FUSED] if not row.sft else [])]
+        found += [LIGER] if which == "all" else []
         found += [GRAPHS, f"{FUSED}, {GRAPHS}"] if row.compile and not row.long else []
     elif column == "fsdp2":
         found = [BY_LAYER, f"{KEPT}, {BY_LAYER}"] if row.compile else ["", KEPT]
         found += ["", KEPT] if row.compile and which == "all" else []
+        found += [LIGER, f"{KEPT}, {LIGER}"] if which == "all" and not row.compile else []
     else:
-        found = ["", *([BY_LAYER] if row.compile and which == "all" else []), *([LIGER] if row.long else [])]
+        found = ["", *([BY_LAYER] if row.compile and which == "all" else []), *([LIGER] if row.long or which == "all" else [])]
         found += [GRAPHS] if row.compile and not row.long else []
     if which == "all" and column != "ours":
         found += [", ".join(filter(None, [variant, NON_BLOCKING])) for variant in found]

@@ -93,7 +93,7 @@ def test_rivals_that_are_the_same_are_measured_once():
 
 def test_only_some_variants_are_measured(tmp_path, capsys):
     options = ["--rows", "lora-bf16", "--columns", "plain", "--variants", "all", "--output", str(tmp_path)]
-    main([*options, "--within", "0", "--only", "none", "Liger"])
+    main([*options, "--within", "1e-9", "--only", "none", "Liger"])
     assert "2 cells, in this order: lora-bf16 plain, lora-bf16 plain (Liger)\n" in capsys.readouterr().out
     with pytest.raises(SystemExit, match="no cell of these rows and columns has the variant 'fused loss'"):
         main([*options, "--only", "Liger", "fused loss"])

@@ -119,12 +119,13 @@ def check_split(place: Place, rank: int, width: int, columns: int) -> None:
     high, low = parts_of(matrix)
     held = [Guarded(each.flatten(), 1, place) for each in (a, b)]
     found = lora.split_factors(*(each.view.view(values.shape) for each, values in zip(held, (a, b))))
-    assert same_bits(found, torch.cat([high, low, high, high]))
-    sums = torch.randn(width, 2 * rank)
-    high, low = parts_of(sums)
-    expected = torch.cat([low[:, :rank], high, high[:, :rank]], 1)
-    assert same_bits(lora.split_sums(Guarded(sums.flatten(), 1, place).view.view(sums.shape)), expected)
-    assert lora.split_sums(place(sums)[:0]).shape == (0, 4 * rank)
+    assert same_bits(found, torch.cat([high, low, high]))
+    sums, scaling = torch.randn(width, 2 * rank), 0.3
+    p, q = (sums * scaling).split(rank, 1)
+    high = p.bfloat16()
+    expected = torch.cat([(p - high + q).bfloat16(), high, high], 1)
+    assert same_bits(lora.split_sums(Guarded(sums.flatten(), 1, place).view.view(sums.shape), scaling), expected)
+    assert lora.split_sums(place(sums)[:0], scaling).shape == (0, 3 * rank)
 
 
 def parts_of(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

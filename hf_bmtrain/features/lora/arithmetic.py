@@ -21,47 +21,47 @@ _THREADS = 256
 
 
 def split_factors(a: Tensor, b: Tensor) -> Tensor:
-    """Return the rows [hi; lo; hi; hi] of the matrix [A Bᵀ], where hi + lo represents this matrix.
+    """Return the rows [hi; lo; hi] of the matrix [A Bᵀ], where hi + lo represents this matrix.
 
     Args:
         a: A, (r, K) float32.
         b: B, (N, r) float32, on the same device.
 
     Returns:
-        (4 r, K + N) bfloat16.
+        (3 r, K + N) bfloat16.
     """
     rank, width = a.shape
-    out = a.new_empty(4 * rank, width + b.shape[0], dtype=torch.bfloat16)
+    out = a.new_empty(3 * rank, width + b.shape[0], dtype=torch.bfloat16)
     if _on_gpu(a):
-        _launch("split_factors", out.numel() // 4, a.contiguous(), b.contiguous(), rank, width, out.shape[1], out)
+        _launch("split_factors", out.numel() // 3, a.contiguous(), b.contiguous(), rank, width, out.shape[1], out)
         return out
     matrix = torch.cat([a, b.t()], 1)
-    parts = out.view(4, rank, -1).copy_(matrix)
+    parts = out.view(3, rank, -1).copy_(matrix)
     torch.sub(matrix, parts[0], out=parts[1])
     return out
 
 
-def split_sums(sums: Tensor) -> Tensor:
-    """Return the bfloat16 matrices [lo of p | hi of p | hi of q | hi of p], side by side, for float32 matrices p and q.
+def split_sums(sums: Tensor, scaling: float) -> Tensor:
+    """Return three bfloat16 matrices, side by side, of which the first two represent s (p + q): [rest | hi | hi].
 
-    hi is the matrix rounded, and lo is the remainder, also rounded. The remainder of q is not needed.
+    hi is s p rounded, and rest is s p - hi + s q, also rounded.
 
     Args:
-        sums: [p | q], (rows, 2 r) float32, contiguous.
+        sums: the float32 matrices [p | q], (rows, 2 r), contiguous.
+        scaling: s, a factor.
 
     Returns:
-        (rows, 4 r) bfloat16.
+        (rows, 3 r) bfloat16.
     """
     rows, rank = sums.shape[0], sums.shape[1] // 2
-    out = sums.new_empty(rows, 4 * rank, dtype=torch.bfloat16)
+    out = sums.new_empty(rows, 3 * rank, dtype=torch.bfloat16)
     if _on_gpu(sums):
-        _launch("split_sums", rows * rank, sums, rank, rows * rank, out)
+        _launch("split_sums", rows * rank, sums, scaling, rank, rows * rank, out)
         return out
-    low, high, of_q, again = out.split(rank, 1)
-    p, q = sums.split(rank, 1)
+    rest, high, again = out.split(rank, 1)
+    p, q = (sums * scaling).split(rank, 1)
     again.copy_(high.copy_(p))
-    of_q.copy_(q)
-    torch.sub(p, high, out=low)
+    torch.add(p - high, q, out=rest)
     return out
 
 

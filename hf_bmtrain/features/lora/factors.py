@@ -9,7 +9,7 @@ product with B.
 then replace PEFT's slower float32 products. Each matrix P (A or Bᵀ) is represented as the sum of two bfloat16 matrices:
 hi, which is P rounded to bfloat16, and lo, which is the remainder P - hi, also rounded. The sum hi + lo has a relative
 error of 2⁻¹⁷. u is represented by bfloat16 matrices in the same way. A product of two such sums is the sum of several
-bfloat16 products; those of two small terms are left out, because they are about as small as the rounding errors. The
+bfloat16 products. That of the two small terms is left out, because it is about as small as the rounding errors. The
 docstring of `enter` lists the terms.
 
 In this mode, dA and dB have an error of 2⁻¹⁷ of their norm. (Measured: 4.5e-6 here, 4e-7 with PEFT, and 1.7e-3 with a
@@ -63,13 +63,13 @@ def factors_of(a: Tensor, b: Tensor, dtype: torch.dtype, adapter: Adapter) -> tu
 
     Returns:
         A and Bᵀ in `dtype`, (r, K) and (r, N). If `adapter.split` is True, each of the two is replaced by a stack
-        [hi, lo, hi, hi] of bfloat16 matrices, with 4 r rows, where hi + lo is the float32 matrix.
+        [hi; lo; hi] of bfloat16 matrices, with 3 r rows, where hi + lo represents the float32 matrix.
     """
     if not adapter.split:
         return a.to(dtype), b.to(dtype).t()
     if torch.compiler.is_compiling():  # torch.compile cannot trace the launches of CUDA kernels in `arithmetic`
         high, low = _parts(torch.cat([a, b.t()], 1))
-        rows = torch.cat([high, low, high, high]).to(dtype)
+        rows = torch.cat([high, low, high]).to(dtype)
     else:
         rows = split_factors(a, b)
     of_a, of_b = rows.split([a.shape[1], b.shape[0]], 1)
@@ -83,43 +83,42 @@ def enter(x: Tensor, factor: Tensor, adapter: Adapter, rank: int, scaled: bool) 
     scaling.
 
     If the adapter is split (`Adapter.split`), u includes s in the forward, too. Each float32 matrix is then represented
-    as the sum hi + lo of two bfloat16 matrices, and passed as a stack of rows [hi; lo; hi; hi]. `factor` is the
-    stack of one matrix, and `add_products` gets that of the other. u is computed in these steps:
+    as the sum hi + lo of two bfloat16 matrices, and passed as a stack of rows [hi; lo; hi]. `factor` is the stack of one
+    matrix, and `add_products` gets that of the other. u is computed in these steps:
 
     1. With the hi and lo of `factor`, compute p = s x hiᵀ and q = s x loᵀ in float32. So p + q is s x Aᵀ in the
        forward, and s dy B in the backward.
-    2. Round to bfloat16: p to p1, the remainder p - p1 to p2, and q to q1.
-    3. Return u with the columns [p2 | p1 | q1 | p1].
+    2. Round p to bfloat16: p1. Round the rest, p - p1 + q, to bfloat16, too: t. So p1 + t represents p + q.
+    3. Return u with the columns [t | p1 | p1].
 
     Hence, with the hi and lo of the other matrix,
 
-        u @ [hi; lo; hi; hi] = p2 hi + p1 lo + q1 hi + p1 hi.
+        u @ [hi; lo; hi] = t hi + p1 lo + p1 hi.
 
-    p1 occurs twice in u, because it is multiplied by lo and by hi. The products p2 lo and q1 lo are left out: they are
-    about as small as the rounding errors.
+    p1 occurs twice in u, because it is multiplied by lo and by hi. The product t lo is left out: it is about as small
+    as the rounding errors.
 
     Args:
         x: (rows, width): in the forward, the layer's input after dropout; in the backward, dy, the gradient of the
             layer's output.
         factor: A in the forward, Bᵀ in the backward, as returned by `factors_of`: (r, width) or, if the adapter is
-            split, the stack (4 r, width).
+            split, the stack (3 r, width).
         adapter: the settings of the adapter.
         rank: the rank r of the adapter.
         scaled: whether u includes s: False in the forward, True in the backward. Ignored if the adapter is split: u
             then always includes s.
 
     Returns:
-        u, (rows, r). If the adapter is split, (rows, 4 r) bfloat16: four tensors (rows, r), side by side, in the order
-        above. The first three sum to p + q.
+        u, (rows, r). If the adapter is split, (rows, 3 r) bfloat16: the three matrices above, side by side.
     """
     if not adapter.split:
         return _scaled_product(x, factor.t(), adapter.scaling if scaled else 1.0)
-    sums = _wide_product(x, factor[: 2 * rank].t(), adapter.scaling)
+    sums = _wide_product(x, factor[: 2 * rank].t())
     if torch.compiler.is_compiling():
-        p, q = sums.split(rank, 1)
+        p, q = (sums * adapter.scaling).split(rank, 1)
         high, low = _parts(p)
-        return torch.cat([low, high, q, high], 1).to(x.dtype)
-    return split_sums(sums)
+        return torch.cat([low + q, high, high], 1).to(x.dtype)
+    return split_sums(sums, adapter.scaling)
 
 
 def _parts(values: Tensor) -> tuple[Tensor, Tensor]:
@@ -142,14 +141,14 @@ def add_products(y: Tensor, us: list[Tensor], factors: list[Tensor], scalings: l
     changed in place, except in compiled code.
 
     If an adapter is split (`Adapter.split`), its float32 matrices are represented by sums of bfloat16 matrices. As
-    described in `enter`, its u then consists of four parts of r columns, its factor of four parts of r rows, and its u
-    includes s in the forward, too.
+    described in `enter`, its u then consists of three parts of r columns, its factor of three parts of r rows, and its
+    u includes s in the forward, too.
 
     Args:
         y: (rows, width).
-        us: for each adapter, the tensor u, (rows, r), as returned by `enter`; (rows, 4 r) if the adapter is split.
+        us: for each adapter, the tensor u, (rows, r), as returned by `enter`; (rows, 3 r) if the adapter is split.
         factors: for each adapter, the matrix by which u is multiplied, (r, width), as returned by `factors_of`;
-            (4 r, width) if the adapter is split.
+            (3 r, width) if the adapter is split.
         scalings: for each adapter, the number by which u @ factor is multiplied: s in the forward if the adapter is not
             split, and otherwise 1, because u then includes s.
         split: True if all adapters are split: one matrix product then adds all of them, so that y is rounded once.
@@ -197,8 +196,8 @@ def gradient_of_a(du: Tensor, x: Tensor, adapter: Adapter, rank: int, dtype: tor
     If the adapter is split (`Adapter.split`), its float32 matrices are represented as sums of bfloat16 matrices.
 
     Args:
-        du: the gradient of x Aᵀ, (rows, r). If the adapter is split: four bfloat16 tensors side by side, (rows, 4 r).
-            The first three sum to this gradient. The fourth, a copy of the second, is not used here.
+        du: the gradient of x Aᵀ, (rows, r). If the adapter is split: three bfloat16 matrices side by side, (rows, 3 r).
+            The sum of the first two represents this gradient. The third, a copy of the second, is not used here.
         x: (rows, K), the layer's input, after dropout.
         adapter: the settings of the adapter.
         rank: the rank r of the adapter.
@@ -206,7 +205,7 @@ def gradient_of_a(du: Tensor, x: Tensor, adapter: Adapter, rank: int, dtype: tor
     """
     if not adapter.split:
         return _parameter_product(du.t(), x, 1.0, adapter, dtype)
-    return _wide_product(du[:, : 3 * rank].t(), x, 1.0).view(3, rank, -1).sum(0)
+    return _wide_product(du[:, : 2 * rank].t(), x).view(2, rank, -1).sum(0)
 
 
 def gradient_of_b(dy: Tensor, u: Tensor, adapter: Adapter, rank: int, dtype: torch.dtype) -> Tensor:
@@ -216,15 +215,15 @@ def gradient_of_b(dy: Tensor, u: Tensor, adapter: Adapter, rank: int, dtype: tor
 
     Args:
         dy: (rows, N), the gradient of the layer's output.
-        u: x Aᵀ, (rows, r), from the forward. If the adapter is split: four bfloat16 tensors side by side, (rows, 4 r).
-            The first three sum to s x Aᵀ. The fourth, a copy of the second, is not used here.
+        u: x Aᵀ, (rows, r), from the forward. If the adapter is split: three bfloat16 matrices side by side, (rows, 3 r).
+            The sum of the first two represents s x Aᵀ. The third, a copy of the second, is not used here.
         adapter: the settings of the adapter.
         rank: the rank r of the adapter.
         dtype: the dtype of the result.
     """
     if not adapter.split:
         return _parameter_product(dy.t(), u, adapter.scaling, adapter, dtype)
-    return _wide_product(dy.t(), u[:, : 3 * rank], 1.0).view(-1, 3, rank).sum(1)
+    return _wide_product(dy.t(), u[:, : 2 * rank]).view(-1, 2, rank).sum(1)
 
 
 def _parameter_product(one: Tensor, other: Tensor, factor: float, adapter: Adapter, dtype: torch.dtype) -> Tensor:
@@ -250,9 +249,11 @@ def _scaled_product(one: Tensor, other: Tensor, factor: float) -> Tensor:
     return one.new_empty(one.shape[0], other.shape[1]).addmm_(one, other, beta=0, alpha=factor)
 
 
-def _wide_product(one: Tensor, other: Tensor, factor: float) -> Tensor:
+def _wide_product(one: Tensor, other: Tensor, factor: float = 1.0) -> Tensor:
     """Return factor · one @ other in float32, for 16-bit matrices `one` (M, K) and `other` (K, N)."""
     device = one.device.type  # torch 2.6 cannot compile `is_cuda` here
+    if device == "cuda" and factor == 1:
+        return torch.mm(one, other, out_dtype=torch.float32)
     if torch.compiler.is_compiling():  # the in-place products below would make gradients zero in compiled code
         wide = device == "cuda"
         return (torch.mm(one, other, out_dtype=torch.float32) if wide else one.float() @ other.float()) * factor

@@ -144,13 +144,17 @@ def _adapters_of(layer: Any, x: Tensor) -> Found | str:
     layer: the LoRA layer.
     x: the input of its forward.
     """
-    names = [name for name in layer.active_adapters if name in layer.lora_A]
+    # Every forward of every LoRA layer runs this function, so each attribute of a module is read only once: such a read
+    # takes as long as ten lines of Python without it.
+    all_a, all_b, dropouts = layer.lora_A, layer.lora_B, layer.lora_dropout
+    names = [name for name in layer.active_adapters if name in all_a]
     if not names or layer.disable_adapters or layer.merged:
         return ""
     base, compiling = layer.base_layer, torch.compiler.is_compiling()
     if not _is_supported(base):
         return "the base layer has a custom forward"
-    if base.weight.requires_grad or (base.bias is not None and base.bias.requires_grad):
+    weight, bias = base.weight, base.bias
+    if weight.requires_grad or (bias is not None and bias.requires_grad):
         return "the base layer is trainable"
     if not compiling and functorch_transforms_active():
         return ""
@@ -158,23 +162,26 @@ def _adapters_of(layer: Any, x: Tensor) -> Found | str:
         return "the input is a nested tensor, or its dtype is not floating-point"
     if has_global_hooks() or has_hooks(base):
         return "hooks are registered on the base layer, or globally for all modules"
-    dtype, rounds = x.dtype, False
-    kind = autocast_type(x.device)
-    dtypes = [x.dtype, base.weight.dtype]
+    given, kind = x.dtype, autocast_type(x.device)
+    found = []  # the modules and matrices of each adapter
+    dtypes = [given, weight.dtype]
     for name in names:
-        dtypes += [layer.lora_A[name].weight.dtype, layer.lora_B[name].weight.dtype]
+        one, other = all_a[name], all_b[name]
+        found.append((name, one, other, one.weight, other.weight))
+        dtypes += [found[-1][3].dtype, found[-1][4].dtype]
+    dtype, rounds = given, False
     if torch.is_autocast_enabled(kind) and torch.float64 not in dtypes:  # autocast does not convert float64
         dtype, rounds = torch.get_autocast_dtype(kind), True
-    elif x.dtype != base.weight.dtype:
-        return f"the input is {x.dtype}, but the base layer's weight is {base.weight.dtype}"
-    if not _returns(base, x.dtype, dtype):
+    elif given != weight.dtype:
+        return f"the input is {given}, but the base layer's weight is {weight.dtype}"
+    if not _returns(base, given, dtype):
         return (
-            f"the base layer, a bitsandbytes layer, has input {x.dtype} and compute_dtype {base.compute_dtype}, but "
+            f"the base layer, a bitsandbytes layer, has input {given} and compute_dtype {base.compute_dtype}, but "
             f"both must be {dtype}"
         )
     adapters, matrices = [], []
-    for name in names:
-        a, b, dropout, scaling = layer.lora_A[name], layer.lora_B[name], layer.lora_dropout[name], layer.scaling[name]
+    for name, one, other, a, b in found:
+        dropout, scaling = dropouts[name], layer.scaling[name]
         if name in layer.lora_variant:
             return (
                 f"{type(layer.lora_variant[name]).__name__.removesuffix('LinearVariant')} adapters are not simply "
@@ -182,27 +189,26 @@ def _adapters_of(layer: Any, x: Tensor) -> Found | str:
             )
         if not isinstance(scaling, (int, float)):
             return "the adapter's scaling is a tensor"
-        if not (_is_plain(a) and _is_plain(b)):
+        if not (_is_plain(one) and _is_plain(other)):
             return "A or B has a custom forward"
-        if has_hooks(a) or has_hooks(b) or has_hooks(dropout):
+        if has_hooks(one) or has_hooks(other) or has_hooks(dropout):
             return "hooks are registered on A, B or the dropout"
-        if a.bias is not None or b.bias is not None:
+        if one.bias is not None or other.bias is not None:
             return "the adapter has a bias (lora_bias=True)"
         rate = _rate(dropout)
         if rate is None:
             return f"the dropout layer {dropout} is not supported"
-        split = not rounds and a.weight.dtype == b.weight.dtype == torch.float32 and dtype == torch.bfloat16
-        if not (rounds or split or a.weight.dtype == b.weight.dtype == dtype):
+        split = not rounds and a.dtype == b.dtype == torch.float32 and dtype == torch.bfloat16
+        if not (rounds or split or a.dtype == b.dtype == dtype):
             range_ = ", whose range is too small for float32 matrices" if dtype == torch.float16 else ""
-            return f"A is {a.weight.dtype}, B is {b.weight.dtype}, but the base layer computes in {dtype}{range_}"
+            return f"A is {a.dtype}, B is {b.dtype}, but the base layer computes in {dtype}{range_}"
         if split and not (layer.wide and getattr(layer, "cast_input_dtype_enabled", True)):
             return (
                 "this torch or GPU cannot multiply bfloat16 matrices with a float32 result, or PEFT's conversion of "
                 "the input is disabled"
             )
-        needs = (a.weight.requires_grad, b.weight.requires_grad)
-        adapters.append(Adapter(scaling / (1 - rate), rate, split, layer.wide, *needs))
-        matrices += [a.weight, b.weight]
+        adapters.append(Adapter(scaling / (1 - rate), rate, split, layer.wide, a.requires_grad, b.requires_grad))
+        matrices += [a, b]
     if dtype == torch.float32 or (compiling and not all(each.split for each in adapters)):
         return ""
     return dtype, tuple(adapters), matrices

@@ -43,7 +43,9 @@ def main(arguments: Sequence[str]) -> int:
     if options.only:
         chosen = ["" if name == "none" else name for name in options.only]
         if unknown := set(chosen) - {cell.variant for cell in cells}:
-            raise SystemExit(f"--only: no cell of these rows and columns has the variant {', '.join(sorted(unknown))!r}")
+            raise SystemExit(
+                f"--only: no cell of these rows and columns has the variant {', '.join(sorted(unknown))!r}"
+            )
         cells = [cell for cell in cells if cell.variant in chosen]
     if options.missing:
         there = {name_of(report) for report in read(file, job) if "ms" in report}

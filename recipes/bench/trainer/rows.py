@@ -105,7 +105,11 @@ def variants(row: Row, column: str, which: str) -> list[str]:
         found += ["", KEPT] if row.compile and which == "all" else []
         found += [LIGER, f"{KEPT}, {LIGER}"] if which == "all" and not row.compile else []
     else:
-        found = ["", *([BY_LAYER] if row.compile and which == "all" else []), *([LIGER] if row.long or which == "all" else [])]
+        found = [
+            "",
+            *([BY_LAYER] if row.compile and which == "all" else []),
+            *([LIGER] if row.long or which == "all" else []),
+        ]
         found += [GRAPHS] if row.compile and not row.long else []
     if which == "all" and column != "ours":
         found += [", ".join(filter(None, [variant, NON_BLOCKING])) for variant in found]

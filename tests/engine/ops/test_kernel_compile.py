@@ -75,7 +75,7 @@ def ask_for_everything() -> None:
             attempt(float8.round_pieces, flat, pieces, bits, codes)
     attempt(float8.transpose, place(torch.zeros(16, 32, dtype=torch.float8_e4m3fn)))
     lora.split_factors(place(torch.ones(2, 5)), place(torch.ones(3, 2)))
-    lora.split_sums(place(torch.ones(5, 4)))
+    lora.split_sums(place(torch.ones(5, 4)), 2.0)
     kinds = itertools.product(DTYPES, (torch.float32, torch.int16), DTYPES, (*DTYPES, None), (False, True))
     for grad, master, exp_avg, weight, coupled in kinds:
         tensors = [place(torch.ones(n, dtype=d)) for d in (grad, master, exp_avg, torch.float32)]

@@ -189,7 +189,7 @@ class Kernels(TorchDispatchMode):
             self.names.append(name)
         return function(*args, **(kwargs or {}))
 
-    def wide(self, one, other, factor):
+    def wide(self, one, other, factor=1.0):
         """One kernel on a GPU, several on the CPU, as the next two."""
         self.names.append("wide")
         return one.new_zeros(one.shape[0], other.shape[1], dtype=torch.float32)
@@ -198,9 +198,9 @@ class Kernels(TorchDispatchMode):
         self.names.append("split_factors")
         return arithmetic.split_factors(a, b)
 
-    def split_sums(self, sums):
+    def split_sums(self, sums, scaling):
         self.names.append("split_sums")
-        return arithmetic.split_sums(sums)
+        return arithmetic.split_sums(sums, scaling)
 
 
 @pytest.mark.parametrize(

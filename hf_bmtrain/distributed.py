@@ -1,4 +1,4 @@
-"""Differentiable collectives, such as the mean of a loss (`sum_loss`), and `gather_result`, under BMTrain's names."""
+"""BMTrain's differentiable collectives, `sum_loss` (which returns the mean of a loss), and `gather_result`."""
 
 from .bmtrain.distributed import all_gather, all_reduce, broadcast, gather_result, reduce_scatter, sum_loss
 

@@ -4,8 +4,8 @@ A new module object is added to `sys.modules` for `bmtrain` and for each of its 
 `bmtrain.optim`. These module objects contain the functions and classes of hf_bmtrain under BMTrain's names.
 
 The module hf_bmtrain itself is not added under the name `bmtrain`, because `import bmtrain.engine` would then load the
-folder hf_bmtrain/engine a second time. With the new module objects, this import fails, because BMTrain has no such
-submodule.
+folder hf_bmtrain/engine a second time. With the new module objects, `import bmtrain.engine` fails, because BMTrain has
+no submodule of this name.
 """
 
 from __future__ import annotations

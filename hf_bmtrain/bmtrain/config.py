@@ -29,13 +29,14 @@ class Topology:
         tp_idx: the index of this rank's tensor-parallel group among all such groups.
         zero_idx: the index of the group of all ranks, always 0.
         zero_id: this rank's index in the group of all ranks, equal to `rank`.
-        tp_zero_idx: the index of the group of all ranks with this rank's `tp_id`, equal to `tp_id`. These ranks have
-            the same parts of the weights that tensor parallelism splits.
-        tp_zero_id: this rank's index in the group `tp_zero_idx`.
-        pp_zero_idx: the index of the group of all ranks with this rank's `stage_id`, equal to `stage_id`.
-        pp_zero_id: this rank's index in the group `pp_zero_idx`, equal to `pipe_idx`.
-        pp_tp_zero_idx: the index of the group of all ranks with this rank's `stage_id` and `tp_id`, equal to `tp_id`.
-        pp_tp_zero_id: this rank's index in the group `pp_tp_zero_idx`, equal to `tp_zero_id`.
+        tp_zero_idx: the index of the group of ranks that have the same `tp_id` as this rank; equal to `tp_id`. If
+            tensor parallelism splits a weight, all ranks of this group have the same part.
+        tp_zero_id: this rank's index in that group.
+        pp_zero_idx: the index of the group of ranks that have the same `stage_id` as this rank; equal to `stage_id`.
+        pp_zero_id: this rank's index in that group, equal to `pipe_idx`.
+        pp_tp_zero_idx: the index of the group of ranks that have the same `stage_id` and `tp_id` as this rank; equal to
+            `tp_id`.
+        pp_tp_zero_id: this rank's index in that group, equal to `tp_zero_id`.
     """
 
     def __init__(self, world: World) -> None:
@@ -120,8 +121,8 @@ class Config(Mapping):
       to rank and world_size.
     * tp_rank and tp_size: this rank's index in its tensor-parallel group, and the size of that group; 0 and 1 without
       tensor parallelism.
-    * tp_zero_rank and tp_zero_size: this rank's index in the group of all ranks with the same tp_rank, and the size of
-      that group. Where tensor parallelism splits a weight, all ranks of this group have the same part.
+    * tp_zero_rank and tp_zero_size: this rank's index in the group of ranks that have the same tp_rank as this rank,
+      and the size of that group. If tensor parallelism splits a weight, all ranks of this group have the same part.
     * topology: a `Topology`, which has further indices of this rank in groups.
     * pipe_size and pipe_enabled: 1 and False, because there is no pipeline parallelism.
     * comm and zero_comm: values for the argument `comm` of collectives, such as `distributed.all_reduce`. Both select

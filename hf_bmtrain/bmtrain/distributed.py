@@ -1,9 +1,10 @@
 """Differentiable collectives, and reductions of results over all ranks.
 
 In the backward of an operation, each rank gets the gradient of the *sum* of all ranks' losses with respect to the
-tensor that this rank passed in. Gradients of sharded parameters are averaged over the ranks afterwards, so you need not
-divide the loss for them. If you use the gradient of a tensor that is not a sharded parameter, divide it by the world
-size yourself. Every rank must call the same operations, in the same order, and run their backward.
+tensor that this rank passed in. Gradients of sharded parameters are averaged over the ranks afterwards, so do not
+divide the loss by the world size. But if you use the gradient of a tensor that is not a sharded parameter, divide this
+gradient by the world size yourself. Every rank must call the same operations, in the same order, and run their
+backward.
 
 With `comm=config["tp_comm"]`, the ranks of a tensor-parallel group communicate. These ranks compute one loss together,
 so a result that is equal on all of them, such as that of `all_gather`, has the same gradient on each of them. As in
@@ -361,7 +362,8 @@ def sum_loss(loss: torch.Tensor, comm: Any = None) -> torch.Tensor:
     Raises:
         NotImplementedError: `comm` is not a communicator from `config`.
         ValueError: on every rank, if shapes or dtypes differ. A rank that passes a scalar skips this check. So if only
-            some ranks pass a scalar, the ranks issue different collectives and hang, until an error says so.
+            some ranks pass a scalar, the ranks issue different collectives, and wait for each other until a different
+            error is raised.
     """
     ranks = _ranks(comm)
     _check_tensor("sum_loss", "loss", loss)

@@ -67,7 +67,8 @@ def init_distributed(
         seed: the seed of `random`, NumPy and torch on every rank. CUDA generators get seed + rank instead, so that
             dropout differs between ranks.
         zero_level: 3 frees the full parameters of a block (a transformer layer) between forward and backward; 2 keeps
-            them. `auto_wrap` and CheckpointBlock can override it for a model.
+            them. The arguments `zero_level` of `auto_wrap` and CheckpointBlock override this value for one model or
+            one block.
         loss_scale_factor: the factor by which an `OptimManager` multiplies or divides its loss scale, unless it is
             created with another factor.
         loss_scale_steps: the number of steps in a row without overflow after which an `OptimManager` raises its loss
@@ -104,8 +105,8 @@ def init_distributed(
               not be "peer". `gather` must not be "collective", even on one host.
             * "auto": selects one of the above, and logs which one and why. The first of these rules that applies is
               used: (1) "world" if the hosts have different numbers of ranks, or one rank each. (2) "host" if the
-              argument `gather` is "peer". (3) "world" if the measured bandwidth between hosts is at least half of that
-              inside a host. (4) "host" if the argument `gather` is "collective". (5) "host+world".
+              argument `gather` is "peer". (3) "world" if the measured bandwidth between hosts is at least half of the
+              bandwidth inside a host. (4) "host" if the argument `gather` is "collective". (5) "host+world".
 
     Raises:
         RuntimeError: this function was called before.

@@ -39,7 +39,8 @@ class WarmupLRScheduler:
         optimizer: the optimizer. The schedule sets the learning rate of all its `param_groups`.
         start_lr: the learning rate at the end of the warm-up (`Noam` scales it).
         warmup_iter: the number of warm-up steps; 0 for none.
-        end_iter: the step at which the decay ends. Schedules whose decay does not end ignore it (-1 or None).
+        end_iter: the step at which the decay ends. Schedules whose decay does not end ignore this argument; pass -1 or
+            None to them.
         num_iter: the number of steps already taken; not 0 if training resumes.
 
     Attributes:

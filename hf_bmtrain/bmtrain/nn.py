@@ -27,7 +27,7 @@ class Linear(DistributedModule):
     """Linear layer y = x Aᵀ + b like torch.nn.Linear, from x (..., in_features) to y (..., out_features).
 
     `weight` (out_features, in_features) and `bias` (out_features,) are DistributedParameters, which are sharded over
-    all ranks. So every rank must create the layer and call its forward. Weight and bias are zero until they are loaded,
+    the ranks. So every rank must create the layer and call its forward. Weight and bias are zero until they are loaded,
     or until `init_parameters` draws the weight from the Glorot normal distribution.
 
     Args:

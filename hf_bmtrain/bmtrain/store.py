@@ -120,8 +120,8 @@ def _save_to_rank0(model: torch.nn.Module, destination: dict | None = None, pref
     method. This function therefore calls `torch.nn.Module.state_dict`, because the model's own `state_dict` would call
     this function again.
 
-    destination: None for the result described above. If it is a state dict, every rank adds all entries to it and
-        returns it, and tensors that are not sharded are added as they are, without a copy to the CPU.
+    destination: a state dict. Every rank then adds all entries to its `destination`, and returns it. Tensors that are
+        not sharded are added without a copy to the CPU. If None, rank 0 returns a new state dict.
     prefix: a string to put before each key.
     """
     if destination is not None:

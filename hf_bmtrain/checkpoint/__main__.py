@@ -114,9 +114,9 @@ def _merge_newest(found: list[Found], given: argparse.Namespace) -> str | None:
 def verify(checkpoint: Found) -> bool:
     """Read a checkpoint's files, compare them with their checksums, and print the result, for the command `verify`.
 
-    Two files contain the checksums. The manifest has those of the files that `save_state` wrote. "complete.json" has
-    those of files that were added later, for example by Trainer. Other files in the folder have no checksum and are not
-    checked, and do not count as damaged. If no damage is found, their names are printed.
+    Two files contain the checksums. The manifest has the checksums of the files that were in the checkpoint when
+    `save_state` completed it. "complete.json" has the checksums of files that were added later, for example by Trainer.
+    Files without a checksum are not checked. If no damage is found, the names of these files are printed.
 
     Returns True if no damage was found.
     """

@@ -32,8 +32,8 @@ class Entry:
     Attributes:
         spec: name, dtype and shape of the full tensor, as it is saved (see `saved_as`).
         first: the index of this rank's first element in the flattened full tensor.
-        part: this rank's elements, 1-D. It is a view of the model's or optimizer's tensor. It is a copy if that tensor
-            is not contiguous, or is a moment that the optimizer stores in 8 bits.
+        part: this rank's elements, 1-D. Usually a view of the model's or optimizer's tensor; a copy if that tensor is
+            not contiguous, or is a moment that the optimizer stores in 8 bits.
         sharded: whether this rank has only the elements of its shard. If False, every rank has the full tensor.
     """
 
@@ -198,7 +198,7 @@ def saved_as(parameter: DistributedParameter) -> tuple[tuple[int, ...], int]:
 
 
 def write_full(target: torch.Tensor, values: torch.Tensor) -> None:
-    """Write loaded values to a buffer or an unsharded parameter.
+    """Write loaded values to a buffer, or to a parameter that is not sharded.
 
     Args:
         target: the tensor to write. A buffer may be expanded: then several of its elements are in the same memory.
@@ -412,9 +412,9 @@ def optimizer_entries(
         world: the ranks that train together, with this process's rank, device and communicators.
 
     Returns:
-        First, an `Entry` (name, dtype, shape, this rank's elements) for each tensor that is sharded like its parameter.
-        Its name is PARAMETER.KEY, such as "weight.exp_avg". Second, the rest of the state, such as step counts, copied
-        to the CPU, as {parameter name: {key: value}}.
+        Two values. The first is a list with an `Entry` (name, dtype, shape, this rank's elements) for each tensor that
+        is sharded like its parameter. The name of an entry is PARAMETER.KEY, such as "weight.exp_avg". The second is
+        the rest of the state, such as step counts, copied to the CPU, as {parameter name: {key: value}}.
 
     Raises:
         RuntimeError: a tensor is sharded differently from its parameter, the ranks have state for different
@@ -428,7 +428,7 @@ def optimizer_entries(
         if isinstance(inner, AdamOptimizer):
             state = inner.stored_state()
         else:
-            # A wrapper may have an empty `state` of its own, and return that of the optimizer inside.
+            # A wrapper's own `state` may be empty, although its `state_dict` returns the state of the optimizer inside.
             given = local_state_dict(optimizer)
             keys = itertools.chain(*(group["params"] for group in given.get("param_groups", ())))
             returned = given.get("state", {})
@@ -456,8 +456,8 @@ def added_entries(optimizer: torch.optim.Optimizer, world: World) -> dict[str, A
     optimizer: the optimizer.
     world: the ranks that train together.
 
-    Raises RuntimeError if there are several ranks and an entry has a sharded tensor, because it is unknown to which
-    parameter it belongs.
+    Raises RuntimeError if there are several ranks and an entry has a sharded tensor, because the parameter to which
+    this tensor belongs is unknown.
     """
     hooks = state_dict_hooks(optimizer)
     plain = torch.optim.Optimizer.state_dict, AdamOptimizer.state_dict
@@ -478,24 +478,24 @@ def added_entries(optimizer: torch.optim.Optimizer, world: World) -> dict[str, A
 class LoadedState:
     """Loads the state that a checkpoint contains for one optimizer, such as moments and step counts.
 
-    It is used in three steps:
+    Use this object in three steps:
 
-    1. Create this object.
-    2. Call `target` for each item of `names`, and copy this rank's saved elements into the tensor that it returns.
+    1. Create it.
+    2. Call `target` for each item of `names`, and copy this rank's saved elements into the tensor that `target`
+       returns.
     3. Call `load`.
 
-    For most optimizers, `target` returns temporary tensors, and nothing changes before `load`. The same is true of an
-    AdamOptimizer if `names` is empty, if `added` is not empty, or if hooks are registered on its `load_state_dict`.
-    (These hooks must get the complete state.)
+    For most optimizers, `target` returns temporary tensors, and the optimizer does not change before `load`.
 
-    For any other AdamOptimizer, the present state is lost in step 1, even if `load` is never called. The constructor
-    discards it, loads the saved step counts and parameter groups, and allocates new state tensors. Then there are two
-    cases:
+    An AdamOptimizer is loaded without a second copy of the state in memory. The constructor discards the optimizer's
+    present state (even if `load` is never called), loads the saved step counts and parameter groups, and allocates new
+    state tensors. `target` returns these state tensors themselves, and `load` does nothing. There are two exceptions:
 
-    * The optimizer has a new state tensor for every item of `names`. Then `target` returns these state tensors
-      themselves, which avoids a second copy of the state in memory, and `load` has nothing left to do.
-    * The optimizer has none for some item, for example because the checkpoint contains moments in float32, but the
-      optimizer stores them in 8 bits. Then `target` returns temporary tensors, and `load` converts their values.
+    * If `names` is empty, if `added` is not empty, or if hooks are registered on the optimizer's `load_state_dict`, an
+      AdamOptimizer is loaded like any other optimizer. (These hooks must get the complete state.)
+    * If the optimizer lacks a state tensor for an item of `names`, `target` returns temporary tensors, and `load`
+      converts their values. For example, the checkpoint may contain moments in float32, while the optimizer stores
+      moments in 8 bits. The present state is discarded in this case too.
 
     Args:
         optimizer: the optimizer. If it is a wrapper, its own `load_state_dict` is called.
@@ -537,7 +537,7 @@ class LoadedState:
             saved: dict[Any, set[str]] = {}
             for name, what in names:
                 saved.setdefault(parameters[name], set()).add(what)
-            for name, values in others.items():  # contains the whole state of parameters that are not sharded
+            for name, values in others.items():  # `others` has the whole state of parameters that are not sharded
                 saved.setdefault(parameters[name], {*values} - {"step"})
             optimizer.expect_state(self._groups, saved)
             places = optimizer.allocate_state({"state": self._state, "param_groups": self._groups})

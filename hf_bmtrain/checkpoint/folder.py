@@ -38,7 +38,8 @@ class Found(NamedTuple):
 
     Attributes:
         folder: the checkpoint's folder.
-        manifest: the manifest that was read from the folder, but without the files that `find` was told to leave out.
+        manifest: the manifest that was read from the folder, without the files that the argument `without` of `find`
+            excludes.
     """
 
     folder: Path
@@ -50,10 +51,10 @@ def lock(root: Path, held: IO[str] | None = None) -> IO[str] | None:
 
     Args:
         root: the folder, created if it does not exist.
-        held: None in the first call. Before each later save, pass the file that the last call returned, to renew the
-            lock. The lock may have been lost: a process loses all its locks on a file when it closes any descriptor of
-            the file, for example after copying the folder. Normally, `held` itself is locked and returned. If the
-            folder, or the lock file in it, was deleted in the meantime, a new lock file is created, as with None.
+        held: the result of the last call for this folder; None in the first call. Call this function again before each
+            later save, because the lock may have been lost: a process loses all its locks on a file when it closes any
+            descriptor of the file, for example after copying the folder. Normally, `held` itself is locked again and
+            returned. If the folder or the lock file in it was deleted in the meantime, a new lock file is created.
 
     Returns:
         The locked file. None, with a warning in the log, if the file system does not support locks.
@@ -109,9 +110,9 @@ def is_reserved(name: str) -> bool:
 def stage(root: Path, step: int, nbytes: int) -> Path:
     """Create an empty temporary folder for a new checkpoint, and return the path of this folder.
 
-    Older temporary folders in `root` are deleted: those of checkpoints that were never completed, or were only partly
-    deleted. The new folder's name contains `step` and a random suffix, because a rank of a killed job may survive for a
-    while and still write to its old folder.
+    Older temporary folders in `root` are deleted. They are left over from saves that were interrupted, or from
+    checkpoints whose deletion was interrupted. The new folder's name contains `step` and a random suffix, because a
+    rank of a killed job may survive for a while and still write to the temporary folder of that job.
 
     Args:
         root: the folder of the checkpoints. The caller must have locked it with `lock`.
@@ -197,7 +198,7 @@ def publish(staging: Path, final: Path) -> None:
 
 
 def prune(new: Path, keep: int | None) -> None:
-    """Delete outdated checkpoints after a save: all replaced ones and, of the others, all but the newest `keep`.
+    """Delete outdated checkpoints after a save: all replaced checkpoints, and all others except the newest `keep`.
 
     A checkpoint is replaced when a newer one is saved under the same name. `publish` then adds ".replaced-" to the name
     of the older one. Damaged checkpoints are neither counted nor deleted. Symbolic links to checkpoints are not

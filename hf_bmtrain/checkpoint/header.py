@@ -68,7 +68,7 @@ class FilePlan:
     Attributes:
         name: the file's name, without its folder.
         head: all bytes before the first tensor: the length of the header, and the header.
-        tensors: the place of each tensor, by the tensor's name.
+        tensors: the dtype, shape and place of each tensor, by the tensor's name.
         size: the size in bytes of the complete file.
     """
 
@@ -151,7 +151,7 @@ def _plan_file(name: str, specs: Sequence[TensorSpec]) -> FilePlan:
 
 
 def read_header(path: Path) -> dict[str, StoredTensor]:
-    """Return the place of each tensor in a safetensors file, by the tensor's name.
+    """Return the dtype, shape and place of each tensor in a safetensors file, by the tensor's name.
 
     Raises Damaged if the header is invalid or does not match the size of the file, and FileNotFoundError if there is no
     such file.
@@ -204,7 +204,7 @@ def _stored(file: str, begin: int, value: dict[str, Any]) -> StoredTensor:
 
 
 def find_tensors(folder: Path, base: str) -> dict[str, StoredTensor]:
-    """Return the place of each tensor in the safetensors files of a model or an optimizer, by the tensor's name.
+    """Return the dtype, shape and place of each tensor in the safetensors files of a model or an optimizer, by name.
 
     The files are those that the index `base`.safetensors.index.json lists or, if there is no index, the single file
     `base`.safetensors.

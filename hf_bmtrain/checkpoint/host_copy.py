@@ -51,11 +51,11 @@ class HostMemory:
 
 
 class Snapshot:
-    """Lets a thread write the present values of tensors to files, while training continues.
+    """Lets a background thread write the present values of tensors to files, while training continues.
 
-    The thread calls `write`. Optimizer steps would change the tensors. So from the construction of this object,
-    optimizer steps wait until the thread has copied the values (or has written them, if no memory for the copies can be
-    allocated).
+    The thread calls `write`. Because an optimizer step would change the tensors, optimizer steps after the construction
+    of this object wait until the thread has copied the values to host memory. If host memory for the copies cannot be
+    allocated, optimizer steps wait until the thread has written the values to the files.
 
     Forward and backward do not wait. So for a tensor that a forward may change, such as a module's buffer, pass a copy.
     If torch's version counters show that other code has changed a tensor, `write` raises an error.

@@ -42,7 +42,7 @@ _log = logging.getLogger("hf_bmtrain")
 
 
 class Resumed(int):
-    """The result of `load_state`: an int, the step of the checkpoint, with the checkpoint's folder and `extra`.
+    """The result of `load_state`: the checkpoint's step as an int, with the attributes `step`, `folder` and `extra`.
 
     Unlike a plain int, a `Resumed` is true in a condition even if the step is 0. It can be unpacked, as in
     `step, folder, extra = bmt.load_state(...)`. It is equal to its step (a number), and also to the tuple

@@ -29,14 +29,14 @@ def fill_from(model: Any, weights: str | os.PathLike, world: World) -> None:
       files have checksums, each rank verifies some of the tensors, and reads these completely.
     * Other files are read completely, but each rank keeps only its own elements.
 
-    All values are cast to the dtypes of the model. For a Hugging Face model, `tie_weights` is called first. Its
-    non-persistent buffers on the meta device, which no file contains, are computed by the model's `_init_weights`.
+    All values are cast to the dtypes of the model. For a Hugging Face model, `tie_weights` is called first. The model's
+    non-persistent buffers on the meta device, which no file contains, are computed by its method `_init_weights`.
 
     Args:
         model: the model, not yet sharded. Every tensor on the meta device must get a value. Any other tensor keeps its
             values if the files lack them.
         weights: a file, a folder with Hugging Face weights, or the `.index.json` in it.
-        world: the ranks among which each parameter will be divided.
+        world: the ranks that train together. Each parameter will be divided among the ranks of `world.shard_group`.
 
     Raises:
         RuntimeError: on every rank, if the model is already sharded.
@@ -125,7 +125,7 @@ def _put(
     parameters: the model's parameters, as {id(tensor): (tensor, all its names in the state dict)}.
     buffers: its persistent buffers, in the same form.
     state: the new values by name. Tensors without a new value are not replaced.
-    world: the ranks among which each parameter will be divided.
+    world: the ranks that train together. Each parameter will be divided among the ranks of `world.shard_group`.
     """
     filled: dict[int, torch.Tensor] = {}
     for key, (tensor, names) in [*parameters.items(), *buffers.items()]:

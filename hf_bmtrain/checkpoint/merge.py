@@ -55,8 +55,8 @@ def merge(checkpoint: Found, output: Path, limit: int, with_optimizer: bool, bas
         output: the folder to create.
         limit: maximum size of a safetensors file in bytes, without its header; a larger tensor gets its own file.
         with_optimizer: whether to also write the optimizer state and everything else that `load_state` needs.
-        base: for a checkpoint saved with `trained_only`, the folder or the safetensors files with the model's other
-            tensors; otherwise empty.
+        base: for a checkpoint saved with `trained_only`, the folder or the safetensors files of the base model, from
+            which training started; otherwise empty.
 
     Returns:
         Notes to print for the user. If trained tensors have another dtype than in the base model, there is one note for

@@ -52,9 +52,9 @@ def memory_of(data: torch.Tensor) -> memoryview:
 class _Scratch(threading.local):
     """Host memory for one chunk of a file (at most 4 MiB), in which a thread reads, writes or verifies the chunk.
 
-    Each thread has its own memory. It is page-locked if `device` is a GPU. If `device` is the CPU, or page-locked
-    memory cannot be allocated, it is allocated with mmap, because malloc would not return all of it to the operating
-    system.
+    Each thread has its own memory. If `device` is a GPU, the memory is page-locked. If `device` is the CPU, or if
+    page-locked memory cannot be allocated, the memory is allocated with mmap, because malloc would not return all of it
+    to the operating system.
 
     device: the device of the tensors that are written or read.
     """

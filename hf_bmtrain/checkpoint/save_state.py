@@ -68,13 +68,13 @@ def save_state(
 ) -> SavingState:
     """Save a checkpoint to `folder`/checkpoint-`step`, from which `load_state` resumes training.
 
-    Collective: every rank must call it. Only `extra`, and the files that `add` writes, may differ between ranks. This
-    saves the weights, buffers, optimizer state, schedulers, loss scale, the random generators of every rank, and the
-    choice of the layers that compute in float8. Sharded tensors are not gathered: each rank writes its own elements
-    into the files, so `folder` must be on a file system that all ranks share.
+    Collective: every rank must call it. Only `extra`, and the files that `add` writes, may differ between ranks. The
+    checkpoint contains the weights, buffers, optimizer state, schedulers, loss scale, the random generators of every
+    rank, and the choice of the layers that compute in float8. Sharded tensors are not gathered: each rank writes its
+    own elements into the files, so `folder` must be on a file system that all ranks share.
 
     Hugging Face's `from_pretrained` can load a transformers model from the checkpoint's folder (`model*.safetensors`
-    and `config.json`), with these exceptions:
+    and `config.json`), except in these cases:
 
     * The model is a PEFT model.
     * The checkpoint was saved with `trained_only`.
@@ -205,11 +205,12 @@ def _check_options(step: Any, keep: Any, trained_only: Any, non_blocking: Any, n
 
 
 def _on_every_rank(world: World, job: _Job, function: Callable[[], Any], told: str = "") -> Any:
-    """Return the result of `function`, which takes no arguments, or raise RuntimeError on all ranks if one rank fails.
+    """Call `function` on every rank and return its result. If the call fails on one rank, all ranks raise RuntimeError.
 
     Collective: every rank must call it.
 
     job: the checkpoint being saved. If a rank fails, the checkpoint's temporary folder is deleted.
+    function: a function without arguments. Its result may differ between ranks.
     told: text that is put before an exception of `function` in the error message.
     """
     result = problem = None
@@ -257,8 +258,8 @@ def let_others_save(folder: str | os.PathLike) -> None:
     """Wait until this job's last checkpoint in `folder` is complete, and unlock the folder for other jobs.
 
     `save_state` locks the folder until this process ends. Call this function if other jobs are to save to the folder
-    while this process still runs. If you rename the folder, call this function first, because it does nothing for the
-    new path.
+    while this process still runs. Also call it before you rename the folder, because a call with the new path does
+    nothing.
 
     Collective: every rank must call it. Raises RuntimeError on every rank if saving the last checkpoint failed. Does
     nothing if this job has saved nothing to `folder`.

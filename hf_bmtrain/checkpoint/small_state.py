@@ -46,7 +46,7 @@ def collect_own(
     schedulers: Any,
     extra: Any,
 ) -> dict[str, Any]:
-    """Return the part of a checkpoint's file `state.pt` that this rank can provide without the other ranks.
+    """Return the state that this rank contributes to a checkpoint's file `state.pt`.
 
     `collect` then adds the random generators and `extra` of the other ranks, buffers, and the state of features.
 
@@ -67,9 +67,10 @@ def collect_own(
         extra: this rank's object that the user passed to `save_state`.
 
     Returns:
-        A dict. Under "rank", it contains this rank's random generators and `extra` and, if the `state_dict` of any
-        optimizer has entries beside "state" and "param_groups", these entries of each optimizer. The other values of
-        the dict are the same on every rank: parameter groups, step counts, schedulers, the loss scale, and the like.
+        A dict. Its entry "rank" is a dict with this rank's random generators and `extra`. If the `state_dict` of an
+        optimizer has entries beside "state" and "param_groups", the entry "rank" contains these entries too. All other
+        entries of the result are the same on every rank: parameter groups, step counts, schedulers, the loss scale, and
+        the like.
     """
     # Call own_state first, because it completes the previous step: it finds out whether that step was skipped because
     # of inf or nan. If not, own_state steps the schedulers, which set the learning rates that are collected below.
@@ -145,8 +146,10 @@ def encode(value: Any, what: str = NAME) -> bytes:
 
     `save_state` calls this before it writes any file, so that an error leaves no incomplete checkpoint.
 
-    Raises ValueError if torch.load(weights_only=True) would refuse an object in `value`. The error names `what`, and
-    the place of the object in it.
+    Raises ValueError if torch.load(weights_only=True) would refuse an object in `value`. The error says where in
+    `value` this object is.
+
+    what: a name for `value`, for the error.
     """
     file, value = io.BytesIO(), _for_file(value)
     try:
@@ -203,9 +206,9 @@ def restore(
     must call it, because an OptimManager first completes its previous step, as in `collect_own`.
 
     Extra state and buffer values are loaded only if `buffers` is set. In this case, the caller must already have given
-    every persistent buffer the value that it had on rank 0 when the checkpoint was saved. If a buffer had a different
-    value on this rank, `state.pt` contains this value too, and it is loaded here. But if the number of ranks has
-    changed since the checkpoint was saved, all buffers keep the values of rank 0.
+    every persistent buffer the value that it had on rank 0 when the checkpoint was saved. For each buffer that had a
+    different value on this rank, `state.pt` contains this rank's value, which is loaded here. But if the number of
+    ranks has changed since the checkpoint was saved, all buffers keep the values of rank 0.
 
     Args:
         world: the ranks that train together, with this process's rank, device and communicators.
@@ -263,7 +266,7 @@ def restore_random(world: World, state: dict[str, Any], step: int) -> None:
 
     If a different number of ranks saved the checkpoint, the generators are seeded by `seed_everything` instead. A GPU's
     generator then gets a different seed on each rank, and all other generators get the same seed on every rank. The
-    seeds are computed from rank 0's saved generator of torch and `step`.
+    seeds are computed from `step` and from the saved state of rank 0's torch generator.
 
     Args:
         world: the ranks that train together, with this process's rank, device and communicators.

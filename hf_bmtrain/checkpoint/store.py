@@ -37,8 +37,8 @@ _IN_FOLDER = [base + ending for base in ("model.safetensors", "pytorch_model.bin
 class Saving:
     """The result of `save` with `non_blocking`: a file that a thread of rank 0 is writing.
 
-    Call `wait` to block until the file is written. On rank 0, it raises an error if the thread failed. The interpreter
-    does not exit before the thread has ended.
+    Call `wait` to block until the file is written. If the thread failed, `wait` raises an error on rank 0. The
+    interpreter does not exit before the thread has ended.
 
     Args:
         state: the state dict to write, on rank 0; None on the other ranks, which write nothing.
@@ -173,8 +173,8 @@ def write_atomically(state: dict, path: Path, suffix: str) -> None:
     Args:
         state: the state dict.
         path: the final path. An existing file is replaced.
-        suffix: ".safetensors" writes a safetensors file, and anything else a file of torch.save. `path` may have
-            a different ending, if it is the target of a link.
+        suffix: the ending of the file name that the user passed. ".safetensors" writes a safetensors file, and anything
+            else a file of torch.save. If the user passed a link, its target `path` may have a different ending.
 
     Raises:
         ValueError: a value is not a tensor, and the file is a safetensors file.

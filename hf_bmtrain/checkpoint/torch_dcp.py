@@ -41,28 +41,28 @@ Box = tuple[tuple[int, ...], tuple[int, ...]]
 
 
 class DCPState:
-    """Lets `torch.distributed.checkpoint.save` and `load` save and load a model and its optimizer. Needs torch 2.15.
+    """An object with which torch.distributed.checkpoint (DCP) saves and loads a model and its optimizer.
 
-    Pass it to `dcp.save` and `dcp.load` as in the example, on every rank. They call `state_dict` and `load_state_dict`,
-    so after `dcp.load` the model and the optimizer have the loaded values. Each rank saves and loads its own elements
-    of sharded tensors, through a copy in host memory; the tensors are not gathered. Names and shapes are those of
-    `torch.distributed.checkpoint.state_dict.get_state_dict`, under the keys "model" and "optim". So checkpoints can be
-    exchanged with FSDP2 and with plain models, in both directions.
+    Needs torch 2.15. Pass this object to `dcp.save` and `dcp.load` as in the example, on every rank. These functions
+    call `state_dict` and `load_state_dict`. So after `dcp.load`, the model and the optimizer have the loaded values.
+    Each rank saves and loads its own elements of sharded tensors, through a copy in host memory; the tensors are not
+    gathered. Names and shapes are those of `get_state_dict` in torch.distributed.checkpoint.state_dict, under the keys
+    "model" and "optim". So checkpoints can be exchanged with FSDP2 and with plain models, in both directions.
 
     The state of an AdamOptimizer is saved in the format of torch.optim.AdamW. Of the parameter groups' settings in a
     checkpoint, only lr, betas, eps and weight_decay are loaded into an AdamOptimizer. The state of an AdamOptimizer for
-    half-precision weights includes float32 master weights. So a checkpoint of half-precision weights that lacks them,
-    such as one of torch.optim.AdamW, cannot be loaded into an AdamOptimizer.
+    half-precision weights includes float32 master weights. So if a checkpoint of half-precision weights lacks master
+    weights, for example because torch.optim.AdamW was used, it cannot be loaded into an AdamOptimizer.
 
-    Entries that the optimizer's `state_dict()` has beside "state" and "param_groups" are saved for each rank. With a
-    different number of ranks, every rank loads those of rank 0. A checkpoint without such entries, for example one that
-    FSDP2 has saved, can be loaded with `dcp.load(..., planner=DefaultLoadPlanner(allow_partial_load=True))`. The
-    optimizer then keeps its present entries.
+    Entries that the optimizer's `state_dict()` has beside "state" and "param_groups" are saved for each rank. If a
+    different number of ranks loads the checkpoint, every rank gets the entries of rank 0. If the optimizer has such
+    entries but the checkpoint has none, for example because FSDP2 has saved it, load the checkpoint with
+    `dcp.load(..., planner=DefaultLoadPlanner(allow_partial_load=True))`. The optimizer then keeps its present entries.
 
     Args:
         model: the model; its complete state dict is saved.
-        optimizer: an AdamOptimizer, another optimizer after its first step, or a wrapper of one; None to save only the
-            model.
+        optimizer: an AdamOptimizer, another optimizer after its first step, or a wrapper of such an optimizer. None
+            saves and loads only the model.
 
     Raises:
         RuntimeError: torch is older than 2.15.
@@ -214,8 +214,8 @@ def _decode(encoded: bytes) -> Any:
 def _before_first_step(parameter: torch.Tensor) -> dict[str, torch.Tensor]:
     """Return the state that AdamOptimizer would have for a parameter before its first step, such as moments of zero.
 
-    The moments and the float32 master weights (if the parameter is not float32) have this rank's elements only. All
-    tensors are on the CPU.
+    The state contains float32 master weights only if the parameter is not float32. Moments and master weights have this
+    rank's elements only. All tensors are on the CPU.
     """
     own = parameter.part if isinstance(parameter, DistributedParameter) else parameter
     values = own.detach().to("cpu", torch.float32, copy=True)

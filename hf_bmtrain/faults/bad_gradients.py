@@ -31,7 +31,7 @@ the gradient are finite)."""
 
 
 class OwnGradients(Observer):
-    """Checks this rank's gradients for inf and nan before they are averaged over the ranks, in the next 16 steps.
+    """For 16 steps, checks this rank's gradients for inf and nan before they are averaged over the ranks.
 
     `GradientWatcher.watch` creates this object after a skipped step or, for Hugging Face's Trainer, after a bad
     gradient norm or loss scale. The results show which rank computed an inf or nan. The averaged gradient does not show
@@ -45,7 +45,7 @@ class OwnGradients(Observer):
 
     Attributes:
         steps: the number of steps that are still to be checked; -1 after the checks have ended.
-        handle: the handle of this observer. Its method `remove` ends the checks. `GradientWatcher.watch` sets it.
+        handle: the handle of this observer, which `GradientWatcher.watch` sets. `handle.remove()` ends the checks.
     """
 
     handle: ObserverHandle
@@ -70,7 +70,7 @@ class OwnGradients(Observer):
 
         Until the next call, `found` returns the results of the step that this call records. The 17th call ends the
         checks and drops the results. The 16th call does neither, because an OptimManager may notice only during step 17
-        that step 16 was skipped. It then reads the results of step 16.
+        that step 16 was skipped. The OptimManager then reads the results of step 16.
         """
         self._last, self._arriving = self._arriving, []
         self.steps -= 1
@@ -84,10 +84,11 @@ class OwnGradients(Observer):
         """Return which of this rank's gradients had inf or nan elements in the last step.
 
         Returns:
-            {(number of the flat buffer, index of the parameter in this buffer): position, from 0, of the parameter's
-            gradient among all gradients that this rank computed in backward}. A flat buffer is a 1-D tensor that
-            contains parameters, such as those of a layer, one after another. If the parameter had several gradients,
-            for example from several backwards, the position is that of the first gradient with inf or nan.
+            {(number of the flat buffer, index of the parameter in this buffer): position}. A flat buffer is a 1-D
+            tensor that contains parameters, such as those of a layer, one after another. The position counts, from 0,
+            the gradients that were checked in this step, in the order in which backward computed them. If the
+            parameter had several gradients, for example from several backwards, the position is that of the first
+            gradient with inf or nan.
         """
         if not self._last:
             return {}
@@ -212,9 +213,9 @@ def explain(
     """Explain which gradients of a skipped step were inf or nan, and which ranks computed them.
 
     Collective: every rank must call it, because the ranks exchange their counts and the results of their checks. The
-    message names only the bad gradients of one block (transformer layer): the first that backward reached. From there,
-    inf and nan spread to the blocks that backward reaches later. If backward first reached a parameter outside the
-    blocks, the message names only that parameter's gradient.
+    message names only bad gradients of one block (transformer layer): of all blocks with bad gradients, the block that
+    backward reached first. From there, inf and nan spread to the blocks that backward reaches later. If the first bad
+    gradient is that of a parameter outside the blocks, the message names only this gradient.
 
     Args:
         parameters: the parameters of all optimizers.
@@ -268,10 +269,10 @@ def _judge(parameter: torch.nn.Parameter, counts: torch.Tensor, places: torch.Te
     """Combine the results of all ranks for the gradient of `parameter`. Return None if no rank found an inf or nan.
 
     counts: (shards, 2) int64. Row i contains the number of nan and the number of inf among the elements of the averaged
-        gradient in shard i (the elements that one rank stores), or -1 if they were already freed. If `parameter` is not
-        sharded, each row counts all elements.
-    places: (ranks,) int64. For each rank whose gradient had inf or nan before averaging, the position of this gradient
-        in the rank's backward; -1 for the other ranks.
+        gradient in shard i (the elements that one rank stores). Both are -1 if these elements were already freed. If
+        `parameter` is not sharded, each row counts all elements.
+    places: (ranks,) int64. For each rank whose gradient had inf or nan before averaging, the position of this gradient,
+        as `OwnGradients.found` returns it; -1 for the other ranks.
     number: the parameter's position among the parameters of all optimizers. The message contains this number if the
         name is unknown.
     """
@@ -293,11 +294,11 @@ def _judge(parameter: torch.nn.Parameter, counts: torch.Tensor, places: torch.Te
 
 
 def _describe(bad: Sequence[_Bad], present: int, watched: bool, size: int) -> str:
-    """Return a message about the gradients `bad`. It names only the gradients of the block that backward reached first.
+    """Return a message about the gradients `bad`, which names those of the block where inf and nan probably began.
 
-    Backward goes from the last block (transformer layer) to the first, and inf and nan spread in this direction, so
-    the block that was reached first is the likely origin. At most 4 gradients are named. If backward first reached a
-    parameter outside the blocks, only its gradient is named.
+    Backward goes from the last block (transformer layer) to the first, and inf and nan spread in this direction. So of
+    all blocks with bad gradients, the block that backward reached first is the likely origin. At most 4 of its
+    gradients are named. If the first bad gradient is that of a parameter outside the blocks, only this one is named.
 
     bad: the gradients that had inf or nan elements; at least one.
     present: how many gradients were checked for inf and nan, or the number of all parameters if none could be checked.

@@ -69,8 +69,8 @@ def meet(rank: int, size: int, timeout: timedelta, init_method: str) -> TCPStore
 
     Returns:
         The store. Keep a reference to it until torch's process group has been created, which uses the same server. With
-        torchrun, the server usually runs in the launcher. Otherwise, it runs in rank 0, and ends when the store is
-        deleted there. If `init_method` does not give a host and port, as with "file://", this function does not wait,
+        torchrun, the server usually runs in the launcher. Otherwise, it runs in rank 0, and ends when rank 0 deletes
+        this object. If `init_method` does not give a host and port, as with "file://", this function does not wait,
         and returns None.
 
     Raises:

@@ -146,9 +146,9 @@ def _report_exceptions(watch: Watch, rank: int) -> Callable[[], None]:
                 sys.stderr.flush()
             return
         problem = watch.problem
-        # If every rank must stop, `problem` is the reason. Report it if `error` quotes it, and so was raised for this
-        # reason. Also report it for KeyboardInterrupt: the user has pressed Ctrl-C to end a wait that `problem` has
-        # caused. Any other error is a separate failure, and is reported instead of `problem`.
+        # If every rank must stop, `problem` is the reason. Report `problem` if `error` quotes it, because `error` was
+        # then raised for this reason. Also report `problem` for KeyboardInterrupt: the user has pressed Ctrl-C to end a
+        # wait that `problem` has caused. Any other error is a separate failure, and is reported instead of `problem`.
         if problem is not None and not interrupted and problem not in str(error):
             problem = None
         if problem is None and isinstance(error, RuntimeError):
@@ -240,8 +240,8 @@ class Exits:
     def install(self) -> Callable[[], None]:
         """Make `sys.exit`, `exit` and `quit` record each call in `code` and `last`.
 
-        An exit handler cannot find out the exit code, or the line that called `sys.exit`, in any other way. It tells
-        the other ranks the line, and needs the exit code if it must end the process with `os._exit`.
+        The exit handler cannot find out the exit code, or the line that called `sys.exit`, in any other way. It tells
+        the line to the other ranks, and needs the exit code if it must end the process with `os._exit`.
 
         Returns:
             A function that restores the original `sys.exit`, `exit` and `quit`.

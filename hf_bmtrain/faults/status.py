@@ -110,8 +110,8 @@ class Status:
 
         The JSON can become long, because an error may quote a page of the user's data, and a character that is not
         ASCII takes up to 12 characters of JSON. To shorten it, each string is cut to 1000 characters or, if that is not
-        enough, to 250, and then to 50. If it is still too long, `occasions` and `excerpts` are left empty too. The
-        result is not checked again, so a very long `blamed` may still exceed `limit`.
+        enough, to 250, and then to 50. If the JSON is still too long, `occasions` and `excerpts` are left empty too.
+        The length is not checked again, so with a very long `blamed`, the JSON may still exceed `limit`.
         """
         values = asdict(self)
         for length in (None, 1000, 250, 50):
@@ -244,7 +244,8 @@ def _waited_for(frame: FrameType, path: str) -> str:
 def _in_words(lines: list[tuple[str, str]]) -> str:
     """Return a string such as "train.py:41 (load, from line 9)", which names a line of the program and its caller.
 
-    lines: (file:line, function) of the line and of its caller, or of the line alone. An empty list gives "".
+    lines: the line, and after it its caller if there is one, each as a pair ("train.py:41", name of the function). If
+        the list is empty, the result is "".
     """
     if not lines:
         return ""

@@ -51,14 +51,15 @@ _LONGEST = 4000
 class Watch(Monitor):
     """Finds ranks that fail, hang, or issue different operations: a thread reads other ranks' status every second.
 
-    * If two ranks have issued different operations (their collective logs differ), the next operation of every rank
-      raises an error that names the difference. Operations that are already waiting on the CPU raise this error too,
-      and those that are waiting on GPUs are aborted.
-    * The same happens if a rank has raised an exception, was interrupted, or has exited while other ranks wait for it.
+    * If two ranks have issued different operations (their collective logs differ), all ranks are stopped: the next
+      operation of every rank raises an error that names the difference. Operations that are already waiting on the CPU
+      raise this error too, and operations that are waiting on GPUs are aborted.
+    * If a rank has raised an exception, was interrupted, or has exited while other ranks wait for it, all ranks are
+      stopped in the same way, by an error that names this rank.
     * If ranks have waited for another rank for HF_BMTRAIN_HANG_SECONDS (8 by default), one of them logs a warning that
       names the other rank, its line in the program, and the likely cause. The warning is repeated at growing intervals.
       The rank may only be slow, so nothing else happens until the timeout of `init_distributed` has expired. Then all
-      ranks are stopped, as above, by an error that names the missing ranks.
+      ranks are stopped in the same way, by an error that names the missing ranks.
 
     Attributes:
         status: the status that this rank publishes.
@@ -485,7 +486,7 @@ class Watch(Monitor):
     def _why_absent(self, rank: int, status: Status) -> str:
         """Return why a rank cannot join operations with other ranks, for example because it has ended.
 
-        Returns "" if it probably can.
+        Returns "" if the rank can probably join operations.
 
         status: what the rank last reported about itself.
         """
@@ -518,7 +519,7 @@ class Watch(Monitor):
         return self._last_seen(rank, status) if status is not None and condition(status.pid) == "gone" else ""
 
     def _last_seen(self, rank: int, status: Status) -> str:
-        """Return a clause about a rank that issues no more collectives: which line of the program it ran last, and why.
+        """Return a clause about a rank that issues no more collectives: its last line of the program, and the reason.
 
         If the rank's program has ended, the clause says only how it ended. The line of the program in its status may be
         a second old, and `Status.ended` already names the line at which an error was raised.

@@ -112,8 +112,8 @@ class Options:
 class FirstOptions(Extension):
     """Refuses options in a later call of `auto_wrap` that differ from those of the call that sharded the model.
 
-    A later call only shards parameters that were added to the model since then, so a different option would have no
-    effect. Instead of ignoring it, `admit` raises ValueError.
+    A later call only shards parameters that were added to the model after the first call, so a different option would
+    have no effect. Instead of ignoring such an option, `admit` raises ValueError.
 
     An option that has its default value in the later call is not compared. So the call `auto_wrap(model)`, without
     options, is always accepted. If the model was sharded without `auto_wrap`, every option that differs from its
@@ -152,7 +152,7 @@ class FirstOptions(Extension):
 def _differ(name: str, *values: Any) -> bool:
     """Return whether two values of the option `name` have different effects.
 
-    For example, compile=True and compile="inductor" do not: "inductor" is a synonym of True.
+    For example, compile=True and compile="inductor" have the same effect, so the result for them is False.
     """
     first, second = (True if (name, value) in _SYNONYMS else value for value in values)
     return first != second
@@ -168,7 +168,7 @@ def check_use_checkpoint(use_checkpoint: object) -> None:
 
 
 def words_of(choice: Any) -> list[str]:
-    """Return the strings that `choice` allows, a type such as `bool | Literal["attention", "auto"]`."""
+    """Return the strings that the type `choice` allows. For `bool | Literal["a", "b"]`, they are "a" and "b"."""
     return [word for part in get_args(choice) for word in get_args(part)]
 
 

@@ -29,8 +29,8 @@ def shard_checkpoints(accelerator: Accelerator) -> Accelerator:
     Call this function once, before either method is called. Both methods become collective: every rank must call them.
 
     Each rank writes its own elements of weights and optimizer state, so nothing is gathered, and any number of ranks
-    can load the checkpoint. Accelerate writes everything else (schedulers, scaler, samplers, registered objects, random
-    states) to the same folder, which is checksummed and then renamed into place.
+    can load the checkpoint. Accelerate writes everything else: schedulers, scaler, samplers, registered objects and
+    random states. All files are first written to a temporary folder, which is checksummed and then renamed into place.
 
     There are two ways to name checkpoints. In both, older checkpoints are deleted only when the new one is complete.
 
@@ -38,8 +38,8 @@ def shard_checkpoints(accelerator: Accelerator) -> Accelerator:
       and so on), and then deletes the older subfolders. `load_state(folder)` loads the newest intact checkpoint in
       `folder`.
     * With `ProjectConfiguration(automatic_checkpoint_naming=True)`, `save_state()` saves each checkpoint as a new
-      folder `project_dir`/checkpoints/checkpoint_N. It keeps the newest `total_limit` checkpoints, or all if this is
-      None. `load_state()` loads the newest intact checkpoint.
+      folder `project_dir`/checkpoints/checkpoint_N. It keeps the newest `total_limit` checkpoints, or all checkpoints
+      if `total_limit` is None. `load_state()` loads the newest intact checkpoint.
 
     Args:
         accelerator: the Accelerator whose two methods are replaced.
@@ -64,8 +64,8 @@ class _AcceleratorStates:
     """Contains the methods with which `shard_checkpoints` replaces `save_state` and `load_state` of an Accelerator.
 
     With automatic naming (`ProjectConfiguration(automatic_checkpoint_naming=True)`), a checkpoint is the folder
-    `project_dir`/checkpoints/checkpoint_`iteration`. Without it, the caller passes a folder, in which each save creates
-    the next of the subfolders checkpoint-1, checkpoint-2 and so on, and then deletes the one before.
+    `project_dir`/checkpoints/checkpoint_`iteration`. Without automatic naming, the caller passes a folder. Each save
+    creates a new subfolder in it (checkpoint-1, checkpoint-2 and so on), and then deletes the older checkpoints.
 
     Args:
         accelerator: the Accelerator.

@@ -41,7 +41,7 @@ def check_versions() -> None:
 
 
 def check_model(model: Any) -> None:
-    """Raise RuntimeError if a parameter of `model` is not sharded. The user must call `auto_wrap` before Trainer.
+    """Raise RuntimeError if a parameter of `model` is not sharded. The error asks the user to call `auto_wrap` first.
 
     BMTrainCallback calls this when the trainer is constructed, and again when training begins.
 

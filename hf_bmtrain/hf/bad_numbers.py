@@ -20,12 +20,14 @@ LEAST_SCALE = 2.0**-24  # training ends with an error if the loss scale falls be
 class BadNumbers:
     """Checks the gradient norm and loss scale that Trainer logs, and finds the source of inf and nan in gradients.
 
-    Trainer applies gradients with inf or nan, as torch does. With a GradScaler, Trainer skips steps with such
-    gradients, any number of them in a row. If a logged gradient norm is not finite (without a GradScaler), or the loss
-    scale is below 1 (with one), this class logs a warning, examines the gradients of the next steps, and logs the rank,
-    layer and parameter where inf or nan first occurred. While gradient norm and loss scale are good, the methods of
-    this class never make the host wait for the device. If training cannot recover, `look` raises an error. `end_step`
-    and `look` are collective: every rank must call them.
+    Without loss scaling, Trainer applies gradients with inf or nan. With loss scaling, Trainer skips each step with
+    such gradients, and never ends training because too many steps were skipped.
+
+    A log entry is bad if its gradient norm is not finite (without loss scaling), or if its loss scale is below 1 (with
+    loss scaling). After a bad entry, `look` logs a warning, and `end_step` examines the gradients of the next steps and
+    logs the rank, layer and parameter where inf or nan first occurred. If training cannot recover, `look` raises an
+    error. As long as no entry is bad, no method of this class makes the host wait for the device. `end_step` and `look`
+    are collective: every rank must call them.
 
     Args:
         parameters: the model's parameters, whose gradients are examined.
@@ -38,9 +40,9 @@ class BadNumbers:
     def end_step(self, step: int) -> None:
         """Examine the gradients of step `step`, and log the rank, layer and parameter where inf or nan first occurred.
 
-        Called after each step, and once more after each epoch. Does nothing unless an examination is running: `look`
-        starts it when Trainer's log contains a bad gradient norm or loss scale, and it ends when the cause is found, or
-        after 16 calls of this method. Collective: every rank must call it.
+        Called after each step, and once more after each epoch. This method does nothing unless an examination is
+        running. `look` starts an examination when Trainer's log contains a bad gradient norm or loss scale. The
+        examination ends when the cause is found, or after 16 calls of this method. Collective: every rank must call it.
 
         step: the number of the step, for the message.
         """
@@ -95,7 +97,7 @@ class BadNumbers:
             _watcher().watch(self, self._parameters)
 
     def _spoilt(self) -> str:
-        """Return a clause with the number of parameters that contain inf or nan on at least one rank.
+        """Return how many parameters contain inf or nan on at least one rank, as a clause of a message.
 
         Collective: every rank must call it.
         """

@@ -50,9 +50,9 @@ class BMTrainCallback(TrainerCallback):
       `torch_compile` is set, it compiles the blocks (transformer layers).
     * In each save, every rank writes its own elements of weights and optimizer state to the checkpoint. There are four
       exceptions: the model has adapters, `tp_size` has split its weights, its class overrides `save_pretrained`, or it
-      is not a model from transformers. In these cases, the ranks write the optimizer state and only the trained weights
-      in this way. The full weights are also gathered on rank 0, where Trainer then saves the model. With
-      `save_only_model`, no optimizer state is saved, and in the four cases rank 0 alone saves the model.
+      is not a model from transformers. In these cases, every rank writes its own elements of the optimizer state and of
+      the trained weights only. In addition, the full weights are gathered on rank 0, where Trainer saves the model.
+      With `save_only_model`, no optimizer state is saved, and in the four cases rank 0 alone saves the model.
 
     To each log entry with the training loss, the callback adds samples_per_second (over all ranks), peak_memory_gib
     (the largest of any rank) and, if they are known, tokens_per_second (over all ranks) and model_tflops_per_device.
@@ -72,18 +72,19 @@ class BMTrainCallback(TrainerCallback):
     of the ranks.
 
     Put this callback last in `callbacks`, so that it sees the flags that other callbacks set after a step. Reporters
-    such as TensorBoard run before it, so they do not receive the numbers that it adds to log entries. With
-    `bmt.hf.Trainer` they do.
+    such as TensorBoard run before this callback, so they do not receive the numbers that it adds to log entries. (With
+    `bmt.hf.Trainer`, reporters receive them.)
 
     Args:
-        save_on_sigterm: when any rank receives SIGTERM, save a checkpoint at the end of the step and exit all ranks
-            with status 143. For this, the ranks exchange a message after every step, which takes about a millisecond.
-        average_router_loss: for a mixture of experts, how to combine the auxiliary losses of the routers from the
-            micro-batches of a step and from the ranks. True: they are averaged, so their effective coefficient is the
-            configured one, such as `router_aux_loss_coef`. False: they are summed, as Trainer does, so the effective
-            coefficient is the configured one times the number of micro-batches in a step times the number of ranks. (In
-            this product, ranks that share the same rows count as one. With `average_tokens_across_devices=False`,
-            Trainer sums over micro-batches only.)
+        save_on_sigterm: whether to save a checkpoint when any rank receives SIGTERM. All ranks then save at the end of
+            the step, and exit with status 143. For this, the ranks exchange a message after every step, which takes
+            about a millisecond.
+        average_router_loss: whether to average the routers' auxiliary loss of a mixture of experts over the
+            micro-batches of a step and over the ranks. True: the weight of the auxiliary loss is the coefficient of the
+            model, such as `router_aux_loss_coef`. False: Trainer sums the auxiliary loss, so its weight is the
+            coefficient times the number of micro-batches in a step times the number of ranks. (In this product, ranks
+            that share the same rows count as one. With `average_tokens_across_devices=False`, the sum is over
+            micro-batches only.)
 
     Example::
 
@@ -147,11 +148,10 @@ class BMTrainCallback(TrainerCallback):
         self._weights = StagedWeights.of(model) or known or StagedWeights(model)
 
     def _prepare_saves(self) -> None:
-        """Make the calling Trainer save all ranks' parts of a checkpoint before it writes its own files.
+        """Replace the calling Trainer's `_save_checkpoint` by one that first writes all ranks' parts of a checkpoint.
 
-        This replaces the Trainer's method `_save_checkpoint`, which every rank calls when a checkpoint is saved. An
-        event such as `on_step_end` would be too early: a callback that runs after this one may still request or cancel
-        the save.
+        Trainer calls `_save_checkpoint` on every rank when a checkpoint is saved. An event such as `on_step_end` would
+        be too early: another callback that runs after this callback may still request or cancel the save.
         """
         trainer: Any = calling_trainer()
         if trainer is None:
@@ -352,8 +352,8 @@ class BMTrainCallback(TrainerCallback):
     def take_report(self, logs: dict[str, float]) -> None:
         """Add the metrics that this callback has measured (such as tokens_per_second) to a log entry, and clear them.
 
-        You need not call it. The callback calls it in `on_log`, and `bmt.hf.Trainer` at the beginning of `log`, so that
-        reporters that run before this callback also get the metrics. Not collective.
+        The callback itself calls this method, in `on_log`. `bmt.hf.Trainer` calls it earlier, at the beginning of
+        `log`, so that reporters that run before the callback also get the metrics. Not collective.
 
         Args:
             logs: the entry. It is changed, in place, only if it has the key "loss".

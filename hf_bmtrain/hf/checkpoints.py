@@ -122,8 +122,8 @@ class TrainerCheckpoints:
 
         * True: all weights. Each rank writes its own elements. When Trainer saves the model to the same folder
           afterwards, BMTrainCallback prevents it from writing the weights again.
-        * False: only the weights that are trainable now or, if sharded, were trained earlier. Afterwards, Trainer saves
-          the model itself, usually with `save_pretrained`.
+        * False: only the parameters that are trainable now, and sharded parameters that were trained earlier.
+          Afterwards, Trainer saves the model itself, usually with `save_pretrained`.
 
         Buffers are saved in both cases.
 
@@ -162,11 +162,11 @@ class TrainerCheckpoints:
         self._refer({"id": identity, "folder": str(folder)})
 
     def complete(self, best: str | None) -> None:
-        """Add checksums of Trainer's files to the new checkpoint, then delete the oldest checkpoints beyond the limit.
+        """Add checksums of Trainer's files to the new checkpoint, and delete the oldest checkpoints.
 
         Call it after `save`, when Trainer has written its own files to the checkpoint. Without a `save` before, it does
-        nothing. Collective: every rank must call it. The limit is Trainer's `save_total_limit`. If an older checkpoint
-        cannot be deleted, rank 0 logs a warning.
+        nothing. Collective: every rank must call it. Checkpoints are deleted until only `save_total_limit` (Trainer's
+        argument) remain. If an older checkpoint cannot be deleted, rank 0 logs a warning.
 
         Args:
             best: the path of a checkpoint that must not be deleted (the best one, if Trainer tracks it), or None.
@@ -268,8 +268,9 @@ class TrainerCheckpoints:
         was saved without optimizer state, it is only verified, because Trainer has already loaded the weights.
 
         With the optimizer state, the parameters and buffers are loaded too. Trainer may have loaded them already, but
-        it does not verify checksums, and for a model with adapters it loads only what PEFT has saved: no trained
-        weights of the base, for example. There are two cases in which the parameters stay as Trainer has loaded them:
+        Trainer does not verify checksums. And for a model with adapters, Trainer loads only what PEFT has saved, which
+        does not include trained weights of the base model. There are two cases in which the parameters stay as Trainer
+        has loaded them:
 
         * The user has replaced the weight files of the checkpoint by other files. In this case, the buffers, too, stay
           as Trainer has loaded them. (In the second case, the buffers are loaded from the checkpoint.)
@@ -286,8 +287,8 @@ class TrainerCheckpoints:
 
         Raises:
             RuntimeError: on every rank, if the checkpoint is incomplete or damaged.
-            RuntimeError: on every rank, if its `optimizer.pt` refers to a different checkpoint.
-            RuntimeError: on every rank, if it has optimizer state, but Trainer did not load its `optimizer.pt`.
+            RuntimeError: on every rank, if the `optimizer.pt` in the checkpoint refers to a different checkpoint.
+            RuntimeError: on every rank, if the checkpoint has optimizer state, but Trainer did not load `optimizer.pt`.
         """
         reference = self._optimizer.param_groups[0].pop(_REFERENCE, None)
         if reference is None:
@@ -328,14 +329,15 @@ class TrainerCheckpoints:
             group.update(loaded)
 
     def load_best(self, folder: str) -> None:
-        """Load the trained weights of the best checkpoint that Trainer has not loaded at the end of training.
+        """Load the weights and buffers that Trainer itself does not load from the best checkpoint.
 
-        For a model with adapters, Trainer loads only what `save_pretrained` has written, the adapters. But the
-        checkpoint also has other weights that were trained, such as those of the base that the user has unfrozen, and
-        buffers. For other models, nothing is loaded, because Trainer has loaded all weights.
+        At the end of training, Trainer loads the best checkpoint. For a model with adapters, it loads only the
+        adapters, which `save_pretrained` has written. This method loads what `save` has written to the checkpoint: the
+        buffers and all trained weights, such as weights of the base model that the user has unfrozen. If
+        `writes_own_weights(model)` is True, nothing is loaded here, because Trainer has loaded all weights.
 
-        If the checkpoint was saved with `save_only_model`, it lacks these weights. They keep their last values then, as
-        in a program without BMTrainCallback. Collective: every rank must call it.
+        With `save_only_model`, `save` has not written such weights. They then keep their last values, as in a program
+        without BMTrainCallback. Collective: every rank must call it.
 
         Args:
             folder: the best checkpoint.
@@ -355,11 +357,11 @@ class TrainerCheckpoints:
         return self._args.train_batch_size * self._args.gradient_accumulation_steps * batches
 
     def _verify_without_reference(self, place: Path) -> None:
-        """Verify a checkpoint whose optimizer state Trainer has not loaded.
+        """Verify a checkpoint if Trainer has loaded no reference to optimizer state from the `optimizer.pt` in it.
 
         Collective: every rank must call it. Raises RuntimeError if the checkpoint is damaged, or if `save` has written
-        optimizer state to it, which Trainer should have loaded. Checkpoints without checksums, which Trainer alone has
-        saved, are not verified.
+        optimizer state to it: Trainer should then have loaded the reference. Checkpoints without checksums, which
+        Trainer alone has saved, are not verified.
 
         place: the folder of the checkpoint.
         """
@@ -496,9 +498,9 @@ def set_aside_incomplete(output_dir: str | os.PathLike) -> None:
 
 
 def _set_aside(output_dir: str | os.PathLike, incomplete: dict[Path, str], earlier: list[Path]) -> None:
-    """Rename incomplete checkpoints, and delete the earlier checkpoints of a step or give them their names back.
+    """Rename and delete checkpoints, as described in the docstring of `set_aside_incomplete`.
 
-    `set_aside_incomplete`, whose docstring describes these changes, calls this function after it has locked the folder.
+    Called by `set_aside_incomplete`, after it has locked the folder.
 
     output_dir: the folder that contains Trainer's checkpoints.
     incomplete: {incomplete checkpoint: why it cannot be used, for the log}.
@@ -522,9 +524,9 @@ def _set_aside(output_dir: str | os.PathLike, incomplete: dict[Path, str], earli
 def _set_earlier_aside(folder: Path) -> None:
     """Rename the checkpoint `folder`, if it exists, from checkpoint-N to earlier-checkpoint-N.
 
-    Called before a new checkpoint of step N is saved. `_settle_earlier` later deletes the renamed checkpoint, or gives
-    it its own name again. Symbolic links are not renamed: `save_state` replaces the link, and does not change the
-    checkpoint behind it.
+    Called before a new checkpoint of step N is saved. `_settle_earlier` later deletes the renamed checkpoint, or
+    renames it back. Symbolic links are not renamed: `save_state` replaces the link, and does not change the checkpoint
+    behind it.
     """
     _settle_earlier(folder)  # an earlier save of this step may not have been completed
     earlier = folder.with_name(_EARLIER + folder.name)
@@ -533,11 +535,11 @@ def _set_earlier_aside(folder: Path) -> None:
 
 
 def _settle_earlier(folder: Path) -> None:
-    """Delete an earlier checkpoint that `_set_earlier_aside` has renamed, or give it its own name again.
+    """Delete the earlier checkpoint that `_set_earlier_aside` has renamed, or rename it back.
 
-    It is deleted if the new checkpoint of the same step, `folder`, is complete. It gets its own name again if `folder`
-    does not exist. If `folder` is incomplete, or no earlier checkpoint was renamed, nothing is changed. Errors are
-    logged.
+    The earlier checkpoint is deleted if `folder`, the new checkpoint of the same step, is complete. If `folder` does
+    not exist, the earlier checkpoint is renamed to `folder`. If `folder` is incomplete, or no earlier checkpoint was
+    renamed, nothing is changed. Errors are logged.
     """
     earlier = folder.with_name(_EARLIER + folder.name)
     if not earlier.exists():

@@ -307,11 +307,11 @@ def _tie_equal(model: Any, world: World) -> None:
 
 
 def _report(model: torch.nn.Module, world: World) -> None:
-    """Log how many parameters were divided among the ranks while loading, and how many every rank has in full.
+    """Log how many parameters are memory-mapped, how many were divided among the ranks, and how many are on all ranks.
 
-    Every rank has initialized the parameters that are not in the files, and so has them in full. Of every other
-    parameter, a rank has no element in memory if the parameter is memory-mapped from its file, and otherwise the share
-    that it copied while loading (see SourcedParameter).
+    The parameters that are not in the files are on all ranks in full, because every rank has initialized them. All
+    other parameters are SourcedParameters. If the file of such a parameter is memory-mapped, this rank has none of the
+    elements in memory. Otherwise, this rank has copied its own share of the elements while loading.
     """
     scattered = [p for p in model.parameters() if isinstance(p, SourcedParameter)]
     full = [name for name, p in model.named_parameters() if not isinstance(p, SourcedParameter)]

@@ -1,7 +1,8 @@
 """Predict the memory of a training step from a configuration, without weights, GPU or process group.
 
-The command is `python -m hf_bmtrain.memory`; `features/prediction/command_line.py` has its options. It prints the
-memory of each GPU at the peak of a step, by purpose, and the largest number of rows that fits in `--memory`.
+The command is `python -m hf_bmtrain.memory`; `features/prediction/command_line.py` defines its options. The command
+prints the memory of each GPU at the peak of a step, by purpose, and the largest number of rows (sequences per GPU) that
+fits in `--memory`.
 """
 
 from __future__ import annotations
@@ -74,8 +75,8 @@ def peak(given: argparse.Namespace, config: Any, rows: int) -> int:
 def predicted(given: argparse.Namespace, config: Any, rows: int) -> Prediction:
     """Return the predicted memory of a step with the given options, broken down by purpose.
 
-    An option set to "auto" is resolved as in training. (The function `peak` never passes "auto" to this function, but
-    the value that needs the least memory.)
+    An option that is "auto" gets the value that it would get in training. (`peak` replaces "auto" by the value that
+    needs the least memory before it calls this function.)
 
     Args:
         given: the options of the command line.

@@ -38,9 +38,9 @@ def follow_shared_rows(model: Any, args: Any) -> None:
     Ranks share a row (a sequence) if they compute it together. With `sequence_parallel`, each of them computes a part
     of the sequence. With `tp_size`, each of them has a part of the layers' weights.
 
-    Called when a BMTrainCallback first gets the model: when its Trainer is created, or when training begins. This
+    Called when a BMTrainCallback first gets the model: when the Trainer is created, or when training begins. This
     function changes settings of Accelerate, which hold for the whole process. If no ranks share rows with this model,
-    it resets these settings instead, in case an earlier call has changed them for another model.
+    the settings are reset instead, in case an earlier call has changed them for another model.
 
     Args:
         model: the sharded model.

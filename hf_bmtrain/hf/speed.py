@@ -23,11 +23,11 @@ _log = logging.getLogger("hf_bmtrain")
 
 
 class Speedometer(Observer):
-    """Measures the speed of training: samples, tokens and FLOPs of the model's training forwards per second.
+    """Measures the speed of training: samples, tokens and FLOPs per second.
 
-    BMTrainCallback creates one when training begins, adds the result of `read` to Trainer's log entries, and calls
-    `pause` and `resume` around evaluations and saves. This object is an observer, so every forward of the model calls
-    it, and forwards in training mode with gradients enabled are counted, until `close`.
+    BMTrainCallback creates a Speedometer when training begins, adds the result of `read` to Trainer's log entries, and
+    calls `pause` and `resume` around evaluations and saves. A Speedometer is an observer. Until `close`, it counts the
+    samples, tokens and FLOPs of each forward of the model in training mode with gradients enabled.
 
     The FLOPs are those that training of all parameters requires, without recomputation. Per token they are 6N for N
     parameters in matrix products, and 12·L·H·T for attention, with L layers, T tokens in the sequence, and H, the width
@@ -109,9 +109,9 @@ class Speedometer(Observer):
 
 
 def _flops_a_token(model: Any) -> tuple[float, float]:
-    """Return (a, b): a token in a sequence of T tokens takes a FLOPs for the weights, and b · T FLOPs for attention.
+    """Return (w, v): each token of a sequence of T tokens takes w FLOPs for the weights, and v · T FLOPs for attention.
 
-    Both numbers are 0 if they are unknown for this kind of model.
+    Both numbers are 0 if the FLOPs are unknown for this kind of model.
     """
     config: Any = getattr(model, "config", None)
     config = config.get_text_config() if hasattr(config, "get_text_config") else config
@@ -131,10 +131,10 @@ def _flops_a_token(model: Any) -> tuple[float, float]:
 
 
 def _has_experts(model: torch.nn.Module, config: Any) -> bool:
-    """Return whether `model` is a mixture of experts, of which each token uses only some of the weights.
+    """Return whether `model` is a mixture of experts, in which each token uses only some of the weights.
 
-    The configuration may tell the number of experts under several names, DBRX's in the part `ffn_config`. The modules
-    of most experts of transformers have a method `_apply_gate`.
+    Configurations have different names for the number of experts. (That of DBRX is in the part `ffn_config`.) In
+    transformers, most modules that contain experts have a method `_apply_gate`.
     """
     names = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
     parts = config, getattr(config, "ffn_config", None)

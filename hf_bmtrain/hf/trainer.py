@@ -22,7 +22,7 @@ class TrainerMixin:
     """Adds a BMTrainCallback to a trainer class, so that the trainer can train a sharded model.
 
     Shard the model with `auto_wrap` before you create the trainer. Collective: every rank must create the trainer and
-    call its methods. In addition to what the callback does:
+    call its methods. The class differs from a trainer to which you pass a BMTrainCallback:
 
     * All reporters (such as TensorBoard) receive the callback's metrics.
     * `get_num_trainable_parameters` counts in full the weights that `tp_size` splits over ranks.
@@ -100,7 +100,7 @@ class TrainerMixin:
         """Load the weights of the checkpoint from which training resumes.
 
         If the ranks wrote their own elements of the weights to the checkpoint (see `writes_own_weights`), each rank
-        reads only its own elements. Such a checkpoint may also have an optimizer.pt. Nothing is then read here, because
+        reads only its own elements. But if such a checkpoint also has an optimizer.pt, nothing is read here, because
         BMTrainCallback loads the weights with the optimizer state when training begins.
 
         For any other checkpoint, the trainer's own method is called, which reads the full weights on every rank.

@@ -44,15 +44,15 @@ def checksums(state: Mapping[Any, Any]) -> dict[str, int]:
 
 
 def find_differences(saved: Any, state: Mapping[Any, Any]) -> str | None:
-    """Compare a state that was read from a file with the checksums that were saved with it.
+    """Describe how a state that was read from a file differs from the state that was saved, by their checksums.
 
     Args:
-        saved: the result of `checksums` for the state that was saved.
+        saved: the checksums in the file: the result of `checksums` for the state that was saved.
         state: the state that was read.
 
     Returns:
-        None if all values are equal. Otherwise a part of an error message: it names the first SHOWN (5) values that
-        differ, or says that the checksums cannot be read, if `saved` is not a mapping.
+        None if all checksums are equal. Otherwise a part of an error message, which names up to SHOWN (5) values that
+        differ. If `saved` is not a mapping, the text says instead that the checksums cannot be read.
     """
     if not isinstance(saved, Mapping):
         return "its checksums cannot be read"

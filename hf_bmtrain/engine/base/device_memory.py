@@ -35,11 +35,12 @@ class DeviceMemory:
     def usable(self) -> int:
         """Return the number of bytes that the tensors of this process may occupy in total.
 
-        This is the sum of the device's free memory and the memory that torch's allocator has already reserved. It is at
-        most the fraction of the device's memory that `torch.cuda.set_per_process_memory_fraction` allows.
+        The result is the memory available to this process, minus a reserve. The available memory is the device's free
+        memory plus the memory that torch's allocator has already reserved, but at most the fraction of the device's
+        memory that `torch.cuda.set_per_process_memory_fraction` allows.
 
-        From this, 5 % of the device's memory, but at least 2 GiB, is subtracted as a reserve. The reserve is for
-        fragmentation, for libraries that allocate outside torch, and for steps that need more memory than others.
+        The reserve is 5 % of the device's memory, but at least 2 GiB. It leaves room for fragmentation, for libraries
+        that allocate outside torch, and for steps that need more memory than others.
         """
         free, total = self._module.mem_get_info(self._device)
         allowed = int(total * self._module.get_per_process_memory_fraction(self._device))

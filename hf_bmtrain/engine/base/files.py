@@ -46,9 +46,9 @@ def staged_folder(path: Path) -> Iterator[Path]:
     """Context manager that yields an empty temporary folder, and renames it to `path` on exit.
 
     If the body of the `with` statement raises, the temporary folder is deleted and `path` does not change. The body
-    must call `flush` for every file that it writes into the folder. This function flushes only the folder's list of
-    files, so the contents of a file that was not flushed could be lost if the machine crashes. If `path` exists and is
-    not an empty folder, renaming raises OSError.
+    must call `flush` for every file that it writes into the folder. Otherwise, the contents of the file could be lost
+    if the machine crashes, because the context manager itself flushes only the folder's list of files. If `path` exists
+    and is not an empty folder, the context manager raises OSError on exit.
     """
     with _temporary_folder(path) as folder:
         temporary = folder / path.name
@@ -100,12 +100,13 @@ def delete_abandoned(path: Path) -> None:
 
 @contextmanager
 def _temporary_folder(path: Path) -> Iterator[Path]:
-    """Yield a new folder next to `path`, with a random name that ends in `.tmp`, and delete the folder on exit.
+    """Context manager that yields a new folder next to `path`, and deletes the folder on exit.
 
-    First, delete the temporary folders of processes that were killed while they wrote `path`.
+    The folder has the name of `path`, with a random ending and `.tmp`. Before it is created, the temporary folders of
+    processes that were killed while they wrote `path` are deleted.
 
-    As long as the folder is in use, this process holds a lock on the file `lock` in it. If another process can lock
-    that file, this process was killed, and the folder can be deleted.
+    The process that uses the folder holds a lock on the file `lock` in the folder. The system releases the lock when
+    the process ends. So if another process can lock the file, the folder is no longer in use, and can be deleted.
     """
     delete_abandoned(path)
     folder = path.with_name(f"{path.name}.{secrets.token_hex(4)}.tmp")
@@ -126,8 +127,8 @@ def _temporary_folder(path: Path) -> Iterator[Path]:
 def _is_abandoned(folder: Path) -> bool:
     """Return whether the process that created the temporary folder `folder` has ended. False if this is unknown.
 
-    That process has locked the file `lock` in the folder. The system releases this lock when the process ends. Without
-    this file, the process counts as ended if the folder was last changed more than _SECONDS_TO_LOCK (600) seconds ago.
+    While it runs, that process holds a lock on the file `lock` in the folder. If the folder contains no such file, the
+    process counts as ended if the folder was last changed more than _SECONDS_TO_LOCK (600) seconds ago.
     """
     try:
         with open(folder / _LOCK, "r+") as file:

@@ -5,8 +5,8 @@
     launch(grid, block, x, n, partials)                        # arguments are checked against the source's signature
 
 NVRTC, CUDA's run-time compiler, compiles a variant to a cubin (machine code for one GPU architecture). The cubin is
-cached on disk under a hash of all inputs. While one process of a host compiles a variant, a file lock makes the host's
-other processes wait.
+cached in a file whose name contains a hash of the sources, the compiler's options and its version. While one process of
+a host compiles a variant, a file lock makes the host's other processes wait.
 """
 
 import fcntl
@@ -292,8 +292,8 @@ def pack(name: str, signature: Sequence[Argument], values: Sequence[Any], device
         The converted arguments: addresses and `long long` numbers as int, other numbers as NumPy scalars.
 
     Raises:
-        TypeError: the number of arguments or the type of one is wrong.
-        ValueError: the dtype or the device of a tensor is wrong.
+        TypeError: the number of arguments is wrong, or an argument has a wrong type.
+        ValueError: a tensor has a wrong dtype, or is on a wrong device.
     """
     if len(values) != len(signature):
         raise TypeError(
@@ -341,8 +341,8 @@ def _wrong(name: str, argument: Argument, value: Any, device: torch.device) -> E
 class Kernel:
     """A CUDA kernel that is loaded on one device. Calling it checks the arguments and launches the kernel.
 
-    Get this object from the function `kernel`, which creates it only once. The constructor compiles the kernel if it is
-    not in the disk cache, and loads it.
+    Call the function `kernel` instead of this constructor: it returns the same Kernel for equal arguments. The
+    constructor loads the kernel, and first compiles it if it is not in the disk cache.
 
     Args:
         variant: the source file and its macros.
@@ -365,8 +365,8 @@ class Kernel:
     def __call__(self, grid: int, block: int, *values: Any, shared_memory: int = 0) -> None:
         """Launch the kernel on torch's current stream, without waiting for the device.
 
-        The version counter of each tensor that the kernel writes is incremented, as by torch's in-place operations.
-        Inference tensors have no such counter.
+        Like torch's in-place operations, this increments the version counter of each tensor that the kernel writes.
+        (Inference tensors have no version counter.)
 
         Args:
             grid: the number of thread blocks.

@@ -79,8 +79,8 @@ def inside_reentrant_checkpoint() -> bool:
 
     Usually, a forward that runs during a backward only recomputes an earlier forward, to fill in saved tensors. A
     reentrant checkpoint is different: it runs its first forward without gradients, so autograd records only the second
-    one. The second one is therefore a new forward, with a backward of its own. Sharded modules call this function to
-    tell the two kinds apart.
+    forward. The second forward therefore counts as a new forward, with a backward of its own. Sharded modules call this
+    function to distinguish such a new forward from a recomputation.
 
     This uses a private function of torch, because no public one returns the graph node that autograd is executing.
     """
@@ -158,11 +158,11 @@ attention functions."""
 
 
 def detach_in_mode(tensor: torch.Tensor) -> torch.Tensor:
-    """Return `tensor.detach()` with the version counter of `tensor`, also inside a TorchDispatchMode.
+    """Return `tensor.detach()`. The result shares the version counter of `tensor`, also inside a TorchDispatchMode.
 
-    The version counter of the result shows whether `tensor` was written later. Outside such a mode, `tensor.detach()`
-    shares the counter of `tensor`. Inside such a mode, torch switches off the dispatch layer that lets the result share
-    this counter, so this function switches the layer on again.
+    The shared counter shows whether `tensor` is written later. Outside a TorchDispatchMode, the result of
+    `tensor.detach()` always shares the counter. Inside one, torch switches off the dispatch layer that does this, so
+    this function switches the layer on again.
     """
     with _C._SetExcludeDispatchKeyGuard(_C.DispatchKey.ADInplaceOrView, False):
         return tensor.detach()
@@ -205,8 +205,8 @@ def compile_reason(error: Exception) -> str:
 def mode_options(mode: str) -> dict[str, Any]:
     """Return the compiler options that torch.compile sets for its argument `mode`, such as {"triton.cudagraphs": True}.
 
-    The options come from `torch._inductor.list_mode_options`, which torch documents. It is imported inside this
-    function, because the import takes a second.
+    The options come from `torch._inductor.list_mode_options`, which torch documents. The import of `torch._inductor`
+    takes a second, so this function does it only when it is called.
     """
     from torch._inductor import list_mode_options
 
@@ -270,10 +270,12 @@ equivalent."""
 def unwrapped(optimizer: Any) -> torch.optim.Optimizer:
     """Return the optimizer inside wrappers such as Accelerate's, or `optimizer` itself if it is not wrapped.
 
-    An object counts as a wrapper if one of its attributes is a torch.optim.Optimizer with the same `state` dict. If the
-    object has no `state`, both must have the same `param_groups` list instead. A wrapper need not be a
-    torch.optim.Optimizer. An optimizer with a separate `state` does not count. Neither does an LR scheduler, which has
-    no `param_groups`.
+    An object is a wrapper if one of its attributes is a torch.optim.Optimizer that has the same `state` dict as the
+    object. If the object has no `state`, both must have the same `param_groups` list instead. A wrapper need not be a
+    torch.optim.Optimizer itself.
+
+    An optimizer that refers to another optimizer, but has a separate `state`, is not a wrapper. An LR scheduler is not
+    a wrapper either, because it has no `param_groups`.
     """
     chain: list[Any] = [optimizer]
     for outer in chain:  # the loop continues with each optimizer that it appends

@@ -1,11 +1,11 @@
 """Callbacks before and after the backward of a sharded layer or model, and a context for autocast without its cache.
 
-* `enter_backward` passes the outputs of a layer through an identity function. Its backward, which calls the callback,
-  runs when the gradients of all outputs exist, before any other autograd node of the layer.
-* `leave_backward` passes the inputs of a layer through an identity function. Its backward, which calls the callback,
-  runs when the gradients of all inputs exist. By then, the gradients of the layer's weights are complete as well: of
-  all nodes that are ready, autograd's engine first runs those that accumulate gradients, and then the node that was
-  created last. The identity's node was created before the layer's nodes, so it runs after them.
+* `enter_backward` passes the outputs of a layer through an identity function. The backward of this function calls the
+  callback. It runs when the gradients of all outputs exist, before any other autograd node of the layer.
+* `leave_backward` passes the inputs of a layer through an identity function. The backward of this function calls the
+  callback. It runs when the gradients of all inputs exist. By then, the gradients of the layer's weights are complete,
+  too: of all nodes that are ready, autograd's engine first runs those that accumulate gradients, and then the node
+  that was created last. The node of the identity function was created before the layer's nodes, so it runs after them.
 * `watch_backward` is used for a whole model. It does not replace the outputs, but registers hooks on them. The hooks
   call the callback when backward computes the first gradient of an output.
 """
@@ -73,10 +73,11 @@ class Containers:
     whose methods are called after the forward, in this order:
 
     * `restore` puts the original tensors back into the containers.
-    * `added` returns the tensors requiring a gradient that the layer itself has put into the containers, for example
-      into a key-value cache. Code after the layer may use them, so `enter_backward` treats them like outputs.
-    * `exchange` replaces these tensors by new ones, whose backward calls a function at the beginning of the layer's
-      backward.
+    * `added` returns those tensors that the layer itself has put into the containers, for example into a key-value
+      cache, and that require a gradient. Code after the layer may use them, so `enter_backward` treats them like
+      outputs.
+    * `exchange` replaces the tensors that `added` has returned by new tensors, whose backward calls a function at the
+      beginning of the layer's backward.
     """
 
     def __init__(self, values: Sequence[Any], inputs: Sequence[torch.Tensor], guarded: Sequence[torch.Tensor]) -> None:
@@ -108,8 +109,8 @@ class Containers:
         tensors like outputs of the layer.
 
         Args:
-            seen: the ids of containers that are skipped. The ids of the containers that this call searches are added to
-                it, so that the caller does not search the same containers again among the layer's outputs.
+            seen: the ids of containers that are skipped. This call adds the ids of the containers that it searches, so
+                that the caller does not search the same containers again among the layer's outputs.
             strange: a list to which this call appends the objects that it cannot search for tensors. The caller may
                 ignore them.
         """
@@ -158,10 +159,10 @@ def watch_backward(before: Callable[[Any], None], token: Any, outputs: Any) -> t
 
     In each backward, the hooks call `before` once, when the first gradient of an output has been computed.
 
-    `enter_backward`, in contrast, replaces the outputs. A model may return a hidden state that its later layers use
-    too. If it were replaced, the user would get a different tensor than the later layers, and a hook or `retain_grad()`
-    on it would miss the part of the gradient that comes from the later layers. With hooks on the outputs, the user gets
-    the tensor that the later layers use, and sees its complete gradient.
+    `enter_backward`, in contrast, replaces the outputs. For a model, this could hide a part of a gradient: a model may
+    return a hidden state that its later layers use too. If the hidden state were replaced, the user and the later
+    layers would have different tensors. A hook or `retain_grad()` on the user's tensor would then miss the part of the
+    gradient that comes from the later layers. With hooks on the outputs, both have the same tensor.
 
     In three cases, such hooks are unsuitable, and this function calls `enter_backward` instead:
 
@@ -353,10 +354,10 @@ def _replace(value: Any, guarded: Iterator[torch.Tensor]) -> Any:
 def uncached_autocast() -> AbstractContextManager | None:
     """Return a context manager that turns off autocast's cache and keeps its other settings; None if autocast is off.
 
-    The forwards of sharded blocks and of the outermost module run in this context, for the following reason. Until the
-    outermost autocast context ends, the cache keeps the low-precision copy of each parameter object. A full parameter
-    is the same object in every step. So if one autocast context enclosed several steps, blocks would compute with
-    copies of old weights. Also, the copies of all blocks would stay in memory.
+    The forwards of sharded blocks and of the outermost module run in this context. The reason: until the outermost
+    autocast context ends, the cache keeps the low-precision copy of each Parameter object. A full parameter is the same
+    object in every step. So if one autocast context enclosed several steps, blocks would compute with copies of old
+    weights. The copies of all blocks would also stay in memory.
     """
     for device in ("cuda", "cpu"):
         if torch.is_autocast_enabled(device):

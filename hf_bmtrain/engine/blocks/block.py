@@ -246,9 +246,9 @@ class TransformerBlockList(torch.nn.ModuleList):
 
     Args:
         modules: the layers, in execution order.
-        num_hidden: the number of hidden states that are passed from block to block. They are the first positional
-            arguments of the list and of each block. A block must return the same number of new values, as a tuple if
-            there are several.
+        num_hidden: the number of hidden states that are passed from block to block. In a call of the list or of a
+            block, the hidden states are the first positional arguments. Each block must return as many new hidden
+            states, as a tuple if there are several.
     """
 
     num_hidden: int = 1  # the value for lists that `wrap` turns into this class without calling __init__
@@ -366,13 +366,14 @@ class TransformerBlockList(torch.nn.ModuleList):
 
     @contextmanager
     def _changing(self) -> Iterator[None]:
-        """Context manager in which items of the list are added, replaced or deleted; afterwards, it links the blocks.
+        """Context manager for code that adds, replaces or deletes items of the list. On exit, it links the blocks anew.
 
-        If the change raises an error, the list gets its former items back.
+        If the code raises an error, the list gets its former items back.
 
-        The links are cleared before the change. Otherwise, the neighbors of a removed block would prefetch it until it
-        is freed, because the links are weak references. A block in a reference cycle is freed by the garbage collector,
-        earlier on some ranks than on others. Only some ranks would then prefetch it.
+        On entry, the links between the blocks are cleared. Otherwise, the neighbors of a removed block would prefetch
+        it as long as it exists. The links are weak references, so they do not keep it alive. But if it is part of a
+        reference cycle, the garbage collector frees it earlier on some ranks than on others. Only some ranks would then
+        prefetch it.
         """
         present, saved = self._modules, dict(self._modules)
         blocks: list[Any] = [block for block in self if isinstance(block, CheckpointBlock)]
@@ -402,9 +403,9 @@ class PipelineTransformerBlockList(TransformerBlockList):
 
     Args:
         modules: the layers, in execution order. Every layer becomes a CheckpointBlock.
-        num_hidden: the number of hidden states that are passed from block to block. They are the first positional
-            arguments of the list and of each block. A block must return the same number of new values, as a tuple if
-            there are several.
+        num_hidden: the number of hidden states that are passed from block to block. In a call of the list or of a
+            block, the hidden states are the first positional arguments. Each block must return as many new hidden
+            states, as a tuple if there are several.
     """
 
     def forward(

@@ -45,8 +45,8 @@ class BlockState:
     * after a backward: at once, or, if other calls of the block still wait for their backward, when another block
       starts.
 
-    The gradients are reduced when no call of the block waits for its backward (`pending` is 0), at the latest at the
-    end of the whole backward.
+    The gradients are reduced when `pending` becomes 0, that is, when no call of the block waits for its backward any
+    longer. In some cases (see `finish_backward`), they are reduced only at the end of the whole backward.
 
     Attributes:
         layer: a weak reference to the layer.
@@ -292,8 +292,9 @@ class BlockState:
     def _inside(self, layer_forward: Callable, /, *args, **kwargs) -> Any:
         """Run the layer's forward, and return its outputs. Views of the block's parameters are replaced by copies.
 
-        A view would become invalid when the block is resharded, although other modules may still read it. Views in
-        lists and dicts among the arguments are replaced, too.
+        A view would become invalid when the block is resharded, although other modules may still read it. Views that
+        the forward has put into its arguments are replaced, too: those in lists and dicts and, if gradients are
+        enabled, those in other objects.
 
         layer_forward: the layer's forward, or a function that replaces it.
         args, kwargs: the arguments of the forward.
@@ -322,8 +323,9 @@ class BlockState:
     def _recompute_for_others(self, layer_forward: Callable, args: tuple, kwargs: dict) -> Any:
         """Run the forward again in backward, for an activation checkpoint that the user has put around the block.
 
-        The block is unsharded first if necessary, because its backward may not have started yet. If the first forward
-        ran inside the block's own checkpoint, this forward does too, because autograd must save the same tensors again.
+        The block is unsharded first if necessary, because its backward may not have started yet. If the block's first
+        forward ran inside the block's own checkpoint, this second forward runs inside it too, because autograd must
+        save the same tensors in both.
 
         layer_forward: the layer's forward, or the function that replaces it (`own_forward`).
         args, kwargs: the arguments of the recomputation.
@@ -374,7 +376,7 @@ class BlockState:
                 self.left.add(buffer)
 
     def current_slots(self) -> list[Slot]:
-        """Return `slots`, the entries in modules' `_parameters`, after removing those of deleted parameters."""
+        """Remove the slots (entries of modules' `_parameters`) of deleted parameters from `slots`. Return `slots`."""
         if not all(name in parameters for parameters, name, _, _ in self.slots):
             self.forget_deleted(leave=False)
         return self.slots
@@ -442,11 +444,13 @@ class BlockState:
 
         Raises RuntimeError if the block's weights were modified since its forward: the gradients would be wrong.
 
-        token: (forward pass, versions, required). The forward pass is the forward of the model in which the block was
-            called. It is None if there was none, for example if the block was called by itself, without a sharded model
-            around it. `versions` has a pair (number of the buffer, version counter of its shard) for each buffer of the
-            block, as of the end of the block's forward. `required` has, for each buffer, `requires_grad` of its full
-            parameters in the block's forward.
+        token: a tuple of three facts about the forward of the block whose backward begins:
+
+            * the ForwardPass, which is the forward of the model in which the block was called. None if the block was
+              called by itself, without a sharded model around it.
+            * for each flat buffer of the block, a pair (number of the buffer, version counter of its shard), as of the
+              end of the block's forward.
+            * for each flat buffer of the block, `requires_grad` of each of its full parameters in the block's forward.
         """
         forward_pass, versions, required = token
         self.schedule.join_backward(self, forward_pass)
@@ -470,8 +474,8 @@ class BlockState:
         """Put the sharded parameters back into the layer, start to reduce their gradients, and reshard the block.
 
         Autograd calls this when the gradients of the block's inputs exist. Collective: every rank must call it. If the
-        block was called several times in forward, autograd calls this method once for each of these calls. The
-        gradients are reduced, and the block is resharded, only in the last call of this method.
+        block was called several times in forward, autograd calls this method equally often. Only the last call of this
+        method reduces the gradients and reshards the block.
         """
         self.show_local()
         if self.pending > 0:

@@ -82,10 +82,10 @@ def tensors_in(
     Args:
         values: the values to search.
         seen: ids of containers to skip. The ids of the containers that are searched are added to it.
-        strange: a list to which this function appends the objects that it cannot search: those that are not tuples, in
-            which `containers_of` finds no container, and that torch's pytree does not know. Examples are modules,
-            functions, and objects with `__slots__` instead of `__dict__`. The caller decides what to do about them, for
-            example to raise an error.
+        strange: a list to which this function appends the objects that it cannot search, such as modules, functions,
+            and objects with `__slots__` instead of `__dict__`. (Tuples, objects in which `containers_of` finds a
+            container, and objects that torch's pytree can flatten are searched.) The caller decides what to do about
+            the objects in this list, for example to raise an error.
         constants: whether to also yield the tensors that do not require a gradient.
         sets: a list to which this function appends the sets that it searches, or None.
     """
@@ -173,21 +173,19 @@ _LEAVES = ATOMS | {torch.Tensor}
 
 
 def filled_in(inputs: Iterable[Any], skipped: set[int], objects: bool = False) -> list[Any]:
-    """Return the plain lists and dicts among the arguments of a forward. The forward may have put tensors into them.
+    """Return those arguments of a forward into which the forward may have put tensors, for the caller to search.
 
-    Called after the forward, to search these lists and dicts with `tensors_in`. Lists and dicts in tuples are returned
-    too.
-
-    Other arguments may also have got tensors: sets, deques, instances of subclasses of list or dict, and objects with
-    attributes, such as a key-value cache. They are returned only if `objects` is True.
+    These are the plain lists and dicts among the arguments, also those in tuples. If `objects` is True, other mutable
+    arguments are returned too: sets, deques, instances of subclasses of list or dict, and objects with attributes, such
+    as a key-value cache. Called after the forward.
 
     Args:
         inputs: the arguments of the forward.
-        skipped: a set, to which this function adds the ids of the containers (see `containers_of`) of those arguments
-            that it leaves out because `objects` is False. The caller can pass this set to `tensors_in` as `seen`, so
-            that these arguments are not searched, even if the outputs of the forward refer to them.
-        objects: whether to return the other arguments too. Searching them takes longer: a key-value cache, for example,
-            contains the tensors of all layers.
+        skipped: a set. If `objects` is False, this function adds the ids of the containers (see `containers_of`) of the
+            arguments that it leaves out. If the caller passes this set to `tensors_in` as `seen`, these arguments are
+            not searched, even if the outputs of the forward refer to them.
+        objects: whether to return other mutable arguments than plain lists and dicts. Searching them takes longer: a
+            key-value cache, for example, contains the tensors of all layers.
     """
     found: list[Any] = []
     values = list(inputs)
@@ -220,12 +218,11 @@ def copy_views(
 
     Args:
         outputs: the return value of a layer or model.
-        inputs: the arguments of its forward. If the forward has put such views into plain lists or dicts among them,
-            these views are replaced by copies too.
-        is_view: a function that returns whether a tensor is a view of that memory.
-        objects: whether to also replace views in arguments that are neither plain lists nor plain dicts, such as a
-            key-value cache. If False, such arguments are not searched, even if `outputs` contains them, because the
-            search takes long.
+        inputs: the arguments of its forward. Views that the forward has put into plain lists or dicts among the
+            arguments are replaced by copies too.
+        is_view: a function that returns whether a tensor is a view of memory that will be freed or overwritten.
+        objects: whether to also replace views in other arguments than plain lists and dicts, such as a key-value cache.
+            If False, such arguments are not searched, even if `outputs` contains them, because the search takes long.
     """
     if torch.compiler.is_compiling():  # `is_view` compares memory addresses, which torch.compile cannot trace
         return _copy_views_untraced(outputs, inputs, is_view, objects)

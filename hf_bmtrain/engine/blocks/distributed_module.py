@@ -49,18 +49,19 @@ _INSTEAD = {
 def _let_out(module: DistributedModule, group: Sequence[OnDemandGather], inputs: Iterable[Any], outputs: Any) -> None:
     """Keep the full parameters of `module` until backward is over if other code may have got views of them.
 
-    Usually, full parameters are freed as soon as autograd keeps no view of them, which the context `on_demand.watch`
-    tracks. Views that leave the module may be read later without autograd. If there are any, this function sets
-    `unwatched` of the OnDemandGather, which prevents the early freeing. (If no backward follows, the parameters are
-    freed at the end of the outermost forward.) The outputs, the lists and dicts among the arguments, and the module's
-    attributes and buffers (`register_buffer`) are searched for views.
+    Usually, full parameters are freed as soon as autograd keeps no view of them. But other code may later read a view
+    that has left the module. This function therefore searches the outputs, the lists and dicts among the arguments, and
+    the module's attributes and buffers (`register_buffer`) for views of the parameters. If it finds one, it sets the
+    attribute `unwatched` of the OnDemandGather, which keeps the parameters. (If no backward follows, they are freed at
+    the end of the outermost forward.)
 
     Args:
         module: the module, whose forward has ended.
-        group: the OnDemandGathers of its parameters. Each unshards and frees one flat buffer. Flat buffers that the
-            forward did not read are skipped, because no views of them exist.
+        group: the OnDemandGathers of the module's parameters. Each OnDemandGather unshards and frees one flat buffer.
+            Flat buffers that the forward did not read are skipped, because no views of them exist.
         inputs: the arguments of the forward.
-        outputs: its return value. If objects in it cannot be searched, the parameters are kept.
+        outputs: the return value of the forward. If it contains objects that cannot be searched, the parameters are
+            kept.
     """
     group = [gather for gather in group if gather.read_inside]
     if not group:
@@ -189,12 +190,16 @@ class DistributedModule(ShardedModule):
         return outputs
 
     def _refuse_new_forward(self) -> None:
-        """Raise RuntimeError if this module is called during a backward of its model, and the call is a new forward.
+        """Raise RuntimeError if this call, during a backward of the same model, is a new forward with gradients.
 
-        The blocks would treat the new forward as a recomputation, so its gradients would be lost. A recomputation by
-        torch's checkpoint is recognized by the checkpoint's saved-tensor hooks. The second forward of a checkpoint with
-        use_reentrant=True runs without such hooks, but is allowed, because blocks recognize it by
-        `inside_reentrant_checkpoint`. torch 2.6 cannot report hooks, so nothing is refused there.
+        The blocks would treat a new forward as a recomputation, so its gradients would be lost. Two kinds of calls are
+        allowed during a backward:
+
+        * A recomputation by torch's checkpoint. It is recognized by the checkpoint's saved-tensor hooks.
+        * The second forward of a checkpoint with use_reentrant=True. It runs without such hooks, but blocks recognize
+          it by `inside_reentrant_checkpoint`.
+
+        With torch 2.6, which cannot report whether hooks are active, this method raises no error.
         """
         if not torch.is_grad_enabled() or inside_reentrant_checkpoint():
             return
@@ -210,13 +215,14 @@ class DistributedModule(ShardedModule):
         """Return `function(*args, **kwargs)`, and reshard the parameters of this module as early as possible.
 
         During the call, `on_demand.watch` tracks which views of the full parameters autograd saves. The parameters are
-        resharded once backward needs none of these views, unless code outside the module may have views too. The
-        parameters of a module with children are not tracked, because a child might read parameters of the same flat
-        buffers during the call. They stay unsharded until backward is over. If gradients are disabled, nothing is
-        tracked, because autograd saves nothing.
+        resharded once backward needs none of these views, unless code outside the module may have views too.
 
-        A backward may begin at a tensor that the module keeps in an attribute, or gives to a hook. So such tensors are
-        watched like the outputs of the model (`Schedule.watch`).
+        If the module has children, its parameters are not tracked, because a child might read parameters of the same
+        flat buffers during the call. Such parameters stay unsharded until backward is over. If gradients are disabled,
+        nothing is tracked, because autograd saves nothing.
+
+        A backward may begin at a tensor that the module keeps in an attribute, or gives to a hook. `Schedule.watch`
+        therefore registers hooks on such tensors, like those on the outputs of the model.
 
         function: this module's forward, or a method that runs a part of it.
         args, kwargs: the arguments of `function`.

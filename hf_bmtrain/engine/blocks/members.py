@@ -41,9 +41,9 @@ class Members:
     entries of the modules' `_modules` and `_parameters` with those that it listed last, which takes 0.1 ms for 1,000
     modules.
 
-    The references to parameters are weak. Those listed inside `bmt.gathered` are full copies, which must be freed when
-    that context ends. There is no reference to the module itself, so it may store this object without a reference
-    cycle.
+    The references to parameters are weak, because parameters that are listed inside `bmt.gathered` are full copies,
+    which must be freed when that context ends. A Members object has no reference to the module itself. The module can
+    therefore store the Members object without a reference cycle.
     """
 
     def __init__(self) -> None:
@@ -98,7 +98,7 @@ class Members:
         The result is also False in these cases:
 
         * The class of the module or of a submodule overrides `train`. The override may do more than set the mode.
-        * A submodule has its own attribute `train`, which may do more, too.
+        * `train` was set on a submodule itself, as an attribute. It may do more, too.
         * A submodule is a TorchScript module.
 
         Call `update` first.

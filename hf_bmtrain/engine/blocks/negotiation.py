@@ -69,12 +69,12 @@ class Negotiation:
     """
 
     def __init__(self, control: ObjectComm, reduce: Callable[[list[GradientBuffer]], None]) -> None:
-        """Create the object by which all ranks agree, each time, which collective is next.
+        """Create the object by which the ranks agree on each next collective.
 
         Args:
-            control: the communicator by which each rank sends the number that identifies the collective it needs next.
-            reduce: a collective function that starts the reduction of the gradients of one block, or of one root buffer
-                (a flat buffer of parameters outside blocks).
+            control: the communicator by which the ranks exchange their requests (numbers of collectives).
+            reduce: a collective function that starts to average gradients over the ranks. It takes the GradientBuffers
+                of one block, or of one root buffer (a flat buffer of parameters outside blocks).
         """
         self._control, self._reduce = control, reduce
         self._units = 0
@@ -148,11 +148,10 @@ class Negotiation:
     def covers(self, buffer: ShardedBuffer) -> bool:
         """Return whether `buffer` belongs to a model in which ranks may enter different blocks (see `register`).
 
-        Call this if you want to use a gradient before the backward has ended, for example to update the parameter
-        early. If the result is True, wait until the end of the backward, because the gradient may be incomplete after
-        its first reduction: each rank contributes the gradients that it has computed so far, or zeros. A rank that
+        If the result is True, use the gradients of `buffer` only after the whole backward. After their first reduction,
+        they may be incomplete: each rank contributes the gradients that it has computed so far, or zeros. A rank that
         computes its gradients later starts another reduction in the same backward, and the second mean is added to the
-        first.
+        first. An optimizer that updates parameters during backward must therefore call this method.
         """
         return buffer.number in self._requests
 
@@ -181,11 +180,13 @@ class Negotiation:
             self._agree(requests.backward if entry == BACKWARD else requests.forward, entry)
 
     def before_reduction(self, gradients: Sequence[GradientBuffer]) -> None:
-        """Take part in other collectives until the ranks agree that the reduction of `gradients` is next.
+        """Wait until the ranks agree that the reduction of `gradients` is the next collective.
 
-        The host waits for the other ranks. The caller must then start the reduction. Collective: meanwhile, every other
-        rank must call `before_gather`, `before_reduction` or `finish`. Returns immediately if `gradients` is empty, or
-        if their flat buffers were never passed to `register`.
+        Until then, this method takes part in the collectives that other ranks need first. Afterwards, the caller must
+        start the reduction. The host waits for the other ranks. Collective: meanwhile, every other rank must call
+        `before_gather`, `before_reduction` or `finish`.
+
+        Returns immediately if `gradients` is empty, or if their flat buffers were never passed to `register`.
 
         gradients: the gradients of one block, or of one root buffer (of parameters outside blocks).
         """

@@ -53,8 +53,8 @@ class Observer:
     def end_step(self, manager: OptimManager) -> None:
         """Called at the end of `manager.step()`.
 
-        On a GPU, the host does not know yet whether the step was skipped because a gradient contained inf or nan. If it
-        was, `explain_skip` is called later, for example in the manager's next `backward`.
+        On a GPU, the host does not know yet whether the step was skipped because a gradient contained inf or nan. If
+        the step was skipped, `explain_skip` is called later, for example in the manager's next `backward`.
         """
 
     def explain_skip(
@@ -66,7 +66,7 @@ class Observer:
 
         Args:
             manager: the manager whose step was skipped.
-            parameters: the parameters of all optimizers of `manager`, as of this step.
+            parameters: the parameters that the optimizers of `manager` had in the skipped step.
             counts: (len(parameters), 2) int64. Row i has the number of nan and the number of inf in this rank's
                 elements of the averaged gradient of parameter i. Both are -1 if there is no gradient, or if it was
                 freed before the host learned that the step had been skipped.

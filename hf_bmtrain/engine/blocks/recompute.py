@@ -49,10 +49,10 @@ class Recompute:
         Called before the block's all-gather. If layers issue collectives in their own forwards, a recomputation issues
         these collectives again. In this case, the result must be the same on all ranks.
 
-        The result must also be the same for all calls of the block inside one torch.utils.checkpoint (with
-        use_reentrant=False) around the block. When backward runs the checkpointed function again, this method is not
-        called. Instead, all calls of the block use one result: the last that this method returned while saved-tensor
-        hooks, such as those of the checkpoint, were active.
+        A user may put a torch.utils.checkpoint with use_reentrant=False around several calls of the block. The result
+        must then be the same for all of these calls. When backward repeats them, this method is not called again, and
+        all of them use one result: the last that this method returned while saved-tensor hooks, such as those of the
+        checkpoint, were active.
 
         Args:
             args: the positional arguments of the forward.
@@ -125,8 +125,8 @@ class Replay(Protocol):
     """Interface between a block and the object that restores its layer's state for recomputations of the forward.
 
     A forward may change the state that it reads, such as buffers, attributes and random generators. Its recomputation
-    computes the same values only if it starts from the same state. The interface is implemented outside `engine`, by
-    the class that `LayerFeatures.replay` creates.
+    computes the same values only if it starts from the same state. A class outside `engine` implements this interface.
+    `LayerFeatures.replay` creates its instances.
     """
 
     def changes_buffers(self) -> bool | None:
@@ -136,23 +136,23 @@ class Replay(Protocol):
         it, because a compiled graph would recompute with the changed values.
 
         Returns:
-            True or False, for forwards in the present mode (`training` of all modules). None if this is not known yet:
-            the layer has buffers, and no forward in this mode has run under `record`, which observes what the forward
-            changes. A layer without buffers returns False.
+            Whether forwards in the present mode (`training` of all modules) change buffers. False if the layer has no
+            buffers. None if this is not known yet, because no forward in this mode has run inside the context manager
+            of `record`. (This context manager observes what a forward changes.)
         """
         ...
 
     def record(self, args: tuple, kwargs: dict[str, Any]) -> AbstractContextManager[Any]:
-        """Return a context manager that saves the layer's state. The forward to be recomputed later runs under it.
+        """Return a context manager that saves the layer's state. A forward that will be recomputed runs inside it.
 
-        The context manager yields the saved state, a snapshot, which is passed to `restore`.
+        The context manager yields the saved state, a snapshot, which the caller passes to `restore` in backward.
 
         args, kwargs: the arguments of the forward.
         """
         ...
 
     def restore(self, snapshot: Any) -> AbstractContextManager[Any]:
-        """Return a context manager that sets the layer to a saved state. The recomputation runs under it.
+        """Return a context manager that sets the layer to a saved state. The recomputation runs inside it.
 
         When the context ends, the layer gets back the state that it had before the context.
 

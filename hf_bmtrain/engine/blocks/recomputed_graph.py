@@ -25,8 +25,8 @@ class RecomputedGraphs:
     """Compiles the forward of one block together with its recomputation in backward.
 
     Backward then recomputes only what the gradients need, whereas torch's checkpoint would repeat the whole compiled
-    forward. Call `run` in place of the forward. The argument `keeps` of `run` is a function that selects the operators
-    whose outputs are kept instead of recomputed. The forward is compiled once for each such function.
+    forward. Call `run` in place of the forward. The argument `keeps` of `run` is a function that chooses the outputs of
+    operators that are kept instead of recomputed. The forward is compiled once for each such function.
 
     Args:
         forward: the function to compile: the `forward` of the layer's class, or one that was set on the instance.
@@ -77,7 +77,7 @@ class RecomputedGraphs:
     def eager(self, *args: Any, **kwargs: Any) -> Any:
         """Run the forward without torch.compile, and return its outputs.
 
-        After `run` has raised NotCompiled, the caller uses this for the same forward and its recomputation.
+        If `run` raises NotCompiled, the caller runs the forward with this method instead, and also its recomputation.
 
         Args:
             *args: the positional arguments of the forward.
@@ -121,10 +121,11 @@ class _Source:
 
 
 def _checkpointed(forward: Callable, keeps: Keeps) -> _Source:
-    """Return a new `_Source`, whose function runs `forward` inside torch's checkpoint and is to be compiled.
+    """Return a `_Source` with a new function that runs `forward` inside torch's checkpoint. The caller compiles it.
 
     forward: the forward of a layer.
-    keeps: selects the operators whose outputs are kept. Backward recomputes the outputs of all others.
+    keeps: a function that returns whether the output of a call of an operator is kept until backward. Backward
+        recomputes all other outputs.
     """
 
     def policy(_, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:

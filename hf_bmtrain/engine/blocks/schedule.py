@@ -82,7 +82,7 @@ class ForwardPass:
 
     If a block in `blocks` is called while the backward runs, the call is a recomputation by a checkpoint around the
     block. Calls in the second forward of a reentrant checkpoint are the exception: they are new forwards, which have
-    their own backward. (For blocks that are not in `blocks`, see `Schedule.was_recorded`.)
+    their own backward. (For blocks that are not in `blocks`, see the comment in `BlockState.forward`.)
 
     Args:
         enter: a function that is called with this forward pass when a backward reaches the forward. It returns False if
@@ -96,15 +96,16 @@ class ForwardPass:
         blocks: the blocks that this forward called and that returned an output that requires a gradient.
         token: the version counters of the flat buffers of root parameters at the end of the forward. None until then.
         module: a weak reference to the module that was called. None in a rehearsal (a forward that only measures).
-        expected: the Order of the same module's last training forward, which determines what to prefetch. None if there
-            was none, if gradients are disabled, in a rehearsal, and if the ranks may enter different blocks.
+        expected: the Order of the same module's last training forward, which determines what to prefetch. None if the
+            module has had no training forward yet, if gradients are disabled, in a rehearsal, or if the ranks may enter
+            different blocks.
         first: the block that this forward called first; None before this call.
         calls: the number of calls of blocks so far.
         last: the block that was called last, if one of its outputs requires a gradient. Otherwise None. Also None
             before the first block is called, while a block is running, and after a backward has called
             `Schedule.send_tail`.
-        tail: {OnDemandGather: None} of the flat buffers of root parameters that were first read after the last call of
-            a block, such as those of the final norm and the head.
+        tail: {OnDemandGather: None}, used as an ordered set: the OnDemandGathers of the flat buffers of root parameters
+            that were first read after the last call of a block, such as those of the final norm and the head.
         prefetched: the OnDemandGathers whose flat buffers were prefetched because they are in the tail of `expected`.
         negotiation: makes the ranks agree on each collective of an uneven model, whose ranks may enter different
             blocks. None for other models.
@@ -154,8 +155,8 @@ class ForwardPass:
     def end(self) -> list[int]:
         """End the forward. Return the version counters of the flat buffers of root parameters that it has read.
 
-        Root parameters are those outside blocks. The counters are passed to `before_backward`, which uses them to
-        check that the parameters were not modified in between.
+        Root parameters are those outside blocks. The caller passes the counters to `before_backward`, which checks that
+        the parameters were not modified after the forward.
         """
         self.readers = {reader: reader.unwatched for reader in self.readers}
         self.token = [reader.version for reader in self.readers]
@@ -187,8 +188,9 @@ class ForwardPass:
         """Raise RuntimeError if the forward wrote to a root parameter (one outside blocks) or cast it to another dtype.
 
         Called at the end of the outermost forward, for the root parameters that it has read. Full parameters are freed
-        without being copied back to the shards, so a write would be lost, except on a rank whose shard contains the
-        whole parameter. (If the shard is the full buffer, as with one rank, writes are allowed, but casts are not.)
+        without being copied back to the shards. So a write would be lost, except on a rank whose shard contains the
+        whole parameter. If the shard is the full buffer, which it usually is with one rank, writes are allowed. Casts
+        are never allowed, because the optimizer would not update the cast values.
         """
         for reader in self.readers:
             reader.check_unwritten()
@@ -197,10 +199,10 @@ class ForwardPass:
         """Return whether `tensor` is a view of a root parameter (one outside blocks) that this forward has read.
 
         `DistributedModule` calls this for the tensors in the model's outputs, and in lists and dicts among its
-        arguments. A view becomes invalid when the full parameter is freed, so it is replaced by a copy.
+        arguments. It replaces views by copies, because a view becomes invalid when the full parameter is freed.
 
-        Only those flat buffers are searched of which a view may have left the modules that read them
-        (`OnDemandGather.unwatched`).
+        The result is False for views of a flat buffer whose attribute `OnDemandGather.unwatched` is False, because
+        these views cannot have left the modules that read the parameters.
         """
         return any(reader.unwatched and reader.holds(tensor) for reader in self.readers)
 
@@ -217,9 +219,10 @@ class ForwardPass:
     def before_backward(self, token: list[int]) -> None:
         """Start the all-gathers of the root parameters that backward needs. Collective: every rank must call it.
 
-        It is called when a backward reaches the outputs, a block, or one of the tensors passed to `watch`. Only the
-        first call in a backward has an effect. Root parameters are those outside blocks. Raises RuntimeError if they
-        were modified since the forward read them.
+        Root parameters are those outside blocks. Called when a backward reaches the outputs, a block, or one of the
+        tensors passed to `watch`. Only the first call in a backward has an effect.
+
+        Raises RuntimeError if root parameters that the forward has read were modified after it.
 
         token: the version counters of the parameters' flat buffers at the end of the forward, as returned by `end`.
         """
@@ -345,7 +348,7 @@ class Schedule:
 
     @property
     def mapped_bytes(self) -> int:
-        """The bytes of shards and received gradients that torch's memory statistics do not count.
+        """The number of bytes of shards and received gradients that torch's memory statistics do not count.
 
         The package allocates this memory outside torch's allocator.
         """
@@ -382,8 +385,8 @@ class Schedule:
         """Make the current stream wait until no rank is reading shards of other ranks, so that shards may be written.
 
         A rank reads the shards of others when it all-gathers by peer copies (from the memory of other GPUs). This
-        method is called at the end of each backward, before the optimizer writes the shards, and before other code
-        writes them, such as `init_parameters`. Collective: every rank must call it.
+        method is called at the end of each backward, so that an optimizer may write the shards afterwards. Other code
+        that writes shards, such as `init_parameters`, calls it first. Collective: every rank must call it.
         """
         self.shards.wait_for_readers()
 
@@ -490,7 +493,7 @@ class Schedule:
         * the tensors that `module` has stored in its attributes and buffers.
         * if `module` has forward hooks: the tensors in `outputs`, because a hook may have stored them.
 
-        module: a module outside blocks, whose forward has ended.
+        module: a DistributedModule, whose forward has ended.
         outputs: the return value of this forward.
         """
         if self.running is not None:
@@ -528,12 +531,12 @@ class Schedule:
 
     @property
     def negotiated(self) -> int | None:
-        """The kind of pass that an uneven model is running: FORWARD, EVALUATION or BACKWARD; None if there is none.
+        """The pass that an uneven model is in: FORWARD, EVALUATION (without gradients) or BACKWARD; None if in none.
 
-        A model is uneven if the ranks may enter different blocks of it. During its passes (an EVALUATION is a forward
-        without gradients), the ranks must agree on each collective before they start it. So code that is about to start
-        a collective reads this property. If the value is not None, the code first calls `negotiation`, which writes the
-        value to the collective log.
+        A model is uneven if the ranks may enter different blocks of it. In a pass of such a model, the ranks must agree
+        on each collective before they start it. So code that is about to start a collective reads this property. If the
+        value is not None, the code passes it to a method of `negotiation`, which writes it to the collective log, or
+        starts no collective.
         """
         if self._passes:
             uneven = any(each.negotiation is not None for passes in self._passes.values() for each in passes)
@@ -568,13 +571,12 @@ class Schedule:
                 self.gather(*reader.buffers)
 
     def open_block(self, block: BlockState | None, prefetched: BlockState | None) -> None:
-        """Reshard the blocks that were kept unsharded, except `block` and `prefetched`, which are needed now.
+        """Reshard blocks that are no longer needed, before the caller unshards `block` and prefetches `prefetched`.
 
-        At most two blocks were kept unsharded: the block that was prefetched last, and the block that was last passed
-        to `leave_unsharded`. The caller then starts the all-gathers of `block` and `prefetched` itself.
+        At most two blocks are resharded: the block that was prefetched last, and the block that was last passed to
+        `leave_unsharded`. A block that is `block` or `prefetched` stays unsharded.
 
-        Called before a block is unsharded or prefetched. At the end of a backward, it is called with None for both
-        arguments, so that both blocks are resharded.
+        At the end of a backward, both arguments are None, so both of these blocks are resharded.
 
         block: the block whose forward or backward starts now; None if none starts.
         prefetched: the block that the caller will prefetch after this call; None if it prefetches none. The next call
@@ -641,11 +643,12 @@ class Schedule:
         return members
 
     def was_recorded(self, block: BackwardParticipant) -> bool:
-        """Return whether `block` was called (see `record`) in the forward whose backward is running.
+        """Return whether `block` was called (see `record`) in a forward whose backward is running.
 
-        If so, a call of the block now is a recomputation by a checkpoint around it. If a backward runs inside another
-        one, the forwards of both are considered. The result is also False if the forward is not known: the block was
-        called outside a sharded model, or backward started from an activation that no block computed.
+        If the result is True, a call of the block now is a recomputation by a checkpoint around the block. Several
+        backwards are running if one runs inside another. The result is False if the schedule does not know the forward,
+        because the block was called outside a sharded model, or because backward started from an activation that no
+        block computed.
         """
         return any(block in each.blocks for passes in self._passes.values() for each in passes)
 
@@ -668,7 +671,7 @@ class Schedule:
 
     @torch.no_grad()
     def _end_backward(self, task: int) -> None:
-        """Finish all reductions at the end of a backward, and set every `.grad`.
+        """End a backward: call `finish_backward` of its participants, wait for all reductions, and set every `.grad`.
 
         Collective: every rank must call it.
 
@@ -699,10 +702,10 @@ class Schedule:
     def discard_failed_backward(self) -> None:
         """Clean up after a backward that raised an exception: drop its gradients and reductions, and reshard.
 
-        Nothing is called when a backward fails, so this is called later: for example, when the next forward begins or
-        the next model is wrapped. If no backward has failed, or if a backward is running, this does nothing. A failed
-        backward is recognized by its participants (such as blocks), which are still registered although no backward
-        runs.
+        Autograd calls no function when a backward fails. So this method is called later, for example when the next
+        forward begins or the next model is wrapped. It does nothing if no backward has failed, or if a backward is
+        running. A failed backward is recognized by its participants (such as blocks), which are still registered
+        although no backward runs.
         """
         if not self._members or self.in_backward:
             return
@@ -738,10 +741,10 @@ class Schedule:
         Called in backward, before a gradient is added to a flat buffer whose reduction is pending. Collective: every
         rank must call it, at the same point of the backward, because it calls gradient hooks, which may be collective.
 
-        The mean gradient is added to the `.grad` of each local parameter (this rank's elements) that requires a
-        gradient, or becomes its `.grad`. The exception is a parameter that has no `.grad` yet and that this rank did
-        not use in this backward. It gets a `.grad` only if another rank used it. If that is still unknown, its `.grad`
-        remains None until the end of the backward, when `_decide` finds out and sets it if needed.
+        For each local parameter (this rank's elements) that requires a gradient, the mean gradient is added to the
+        `.grad`, or becomes the `.grad` if there is none. A parameter that has no `.grad` yet and that this rank did not
+        use in this backward gets a `.grad` only if another rank used it. If this is not known yet, the `.grad` stays
+        None, and `_decide` sets it at the end of the backward if necessary.
         """
         self._receive(ahead=0)
 
@@ -784,7 +787,10 @@ class Schedule:
             self.send(gradients)
 
     def _start(self, gradients: list[GradientBuffer], ahead: int = 0) -> None:
-        """Start to reduce `gradients`, after waiting for all earlier reductions but those of the last `ahead` calls."""
+        """Start to reduce `gradients`. Before that, make the current stream wait for earlier reductions.
+
+        ahead: the current stream does not wait for the reductions that the last `ahead` calls have started.
+        """
         # `_receive` calls gradient hooks, which may be collective. So all ranks must receive a gradient at the same
         # point of the backward. Usually, the last `ahead` reductions are left for `make_room` to receive. But if ranks
         # may enter different blocks, they call `make_room` at different points. Callers then pass ahead=0: all earlier

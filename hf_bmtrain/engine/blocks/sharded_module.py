@@ -223,11 +223,11 @@ def _extended_class(base: type, cls: Any, attributes: tuple[tuple[str, Any], ...
 
 
 def _begins_without_dict(cls: Any) -> bool:
-    """Return whether the memory layout of `cls` begins with that of a base class without `__dict__`, such as ABC.
+    """Return whether the memory layout of `cls` begins with that of a class without `__dict__`, other than object.
 
-    An example is `class C(ABC, nn.Module)`. Python allows assigning a new class to the `__class__` of an instance only
-    if both classes have the same memory layout. For such a `cls`, the class that `extend_class` creates has the same
-    layout only if `cls` is its first base.
+    An example is `class C(ABC, nn.Module)`, because ABC has no `__dict__`. Python allows assigning a new class to the
+    `__class__` of an instance only if the old and the new class have the same memory layout. If the result is True, the
+    class that `extend_class` creates has the layout of `cls` only if `cls` is its first base.
     """
     while cls.__base__.__dictoffset__:
         cls = cls.__base__

@@ -79,8 +79,8 @@ def value_code(kind: str, value: float) -> int:
 
     Args:
         kind: the use of the value, one of `_OF_VALUES`, such as "step with learning rate".
-        value: any number. The result contains this number rounded to float32, or an infinity if its magnitude is too
-            large for float32.
+        value: any number. The result contains this number rounded to float32, or +inf if its magnitude is too large for
+            float32.
     """
     try:
         (bits,) = _BITS(_FLOAT(value))
@@ -152,8 +152,8 @@ class Difference(NamedTuple):
     """The result of `CollectiveLog.compare` if the collective logs of two ranks differ.
 
     A collective log lists the operations that a rank has issued. Each entry is a number that encodes an operation.
-    `compare` looks only at recent positions in the logs. At each, it compares hashes of all entries up to this
-    position. So it also notices a difference before the recent positions, but cannot tell where it is.
+    `compare` looks only at recent positions in the logs. At each of these positions, it compares hashes of all entries
+    up to the position. So `compare` also notices differences in older entries, but cannot tell where they are.
 
     Attributes:
         number: the first position at which `compare` found that the hashes differ, counted from 1.
@@ -190,10 +190,10 @@ class CollectiveLog:
             operations raise RuntimeError with this message.
         told: whether this rank's program has raised the RuntimeError with the message `problem`. If the program does
             not raise it in time, the monitor (the thread that watches the other ranks) ends the process.
-        explain: a function that `note` calls if it finds that another rank's log differs. It takes this log, the other
-            rank, and the excerpt of that rank's log. It returns a message, which becomes `problem`. It returns None if
-            the excerpt shows no difference, or if the other rank is not in `ranks`; no error is raised then. The
-            default always returns None; the monitor replaces it.
+        explain: a function that `note` calls if it finds that another rank's log differs. Its arguments are this log,
+            the other rank, and the excerpt of that rank's log. It returns a message, which becomes `problem`. If the
+            excerpt shows no difference, or if the other rank is not in `ranks`, it returns None, and `note` raises no
+            error. The default function always returns None; the monitor replaces it.
     """
 
     def __init__(self, name: str) -> None:
@@ -282,8 +282,8 @@ class CollectiveLog:
 
         The comparison covers the positions of the entries in `theirs`. It skips a position if this log has no entry
         there yet, or has KEPT (8192) or more entries after it. At each position, it compares hashes of all entries up
-        to this position. So it also notices a difference before the compared positions, but cannot tell where it is.
-        If the difference may be there, the attribute `first` of the result is False.
+        to the position. So it also notices differences before the compared positions, but cannot tell where they are.
+        If there may be such a difference, the attribute `first` of the result is False.
 
         theirs: the result of the other rank's `excerpt`.
         """

@@ -123,10 +123,10 @@ class Communicator(Protocol):
         """Destroy the communicator. Called when the process ends, and when this rank must stop because of a failure.
 
         Args:
-            abort: False if every rank has called all operations, so that they can complete. True after a failure:
-                operations that still wait for other ranks are then aborted. With gloo, they get one more second to end.
-                To abort the NCCL communicators of a GPU, call `nccl.abort_all` with all of them instead, because
-                aborting them one after another would deadlock.
+            abort: False if every rank has called all operations, so that they can complete. True after a failure, when
+                operations may wait for other ranks forever. NCCL then aborts these operations. gloo cannot abort them:
+                if they do not end within 1 s, the communicator is not destroyed. To abort several NCCL communicators of
+                a GPU, call `nccl.abort_all`, because aborting them one after another would deadlock.
         """
 
 
@@ -181,28 +181,33 @@ class Gather(Protocol):
     def gather(self, full: torch.Tensor, shard: torch.Tensor, own: Ranges) -> Ticket:
         """Start to fill `full` with the shards of all ranks, in rank order.
 
-        Collective if `is_collective` returns True. Call `wait` of the returned ticket before you read `full`.
+        Collective if `is_collective` returns True, or if the shard was written since the last `publish`. Call `wait` of
+        the returned ticket before you read `full`.
 
         Args:
-            full: (number of ranks * n,), written.
+            full: (number of ranks * n,), written. It consists of one part of n elements for each rank.
             shard: (n,), this rank's shard, from `allocate`.
-            own: the (start, stop) ranges of `shard` that must be copied to this rank's own part of `full`. Pass
-                [(0, n)] if all tensors will be read in `full`. If tensors that `shard` contains completely will be read
-                in `shard`, pass `Layout.cut_ranges(rank)`, the ranges of tensors that are split between ranks. The rest
-                of this rank's part may then be left unwritten. The parts of other ranks are always written completely.
+            own: the (start, stop) ranges of `shard` to copy to this rank's own part of `full`. The rest of this part
+                may be left unwritten; the parts of other ranks are always written completely. Pass [(0, n)] if the
+                caller reads all tensors from `full`. Pass `Layout.cut_ranges(rank)`, the ranges of tensors that are
+                split between ranks, if the caller reads the other tensors of this part from `shard`.
         """
         ...
 
     def publish(self) -> None:
         """Make the present values of all shards readable by the other ranks.
 
-        Called at the start of each forward of a model in which the ranks may gather different shards. Afterwards, until
-        the values change, gathers by peer copies need no collective. By default, this does nothing, because gathers by
-        collectives need no preparation. Collective: every rank must call it.
+        Called at the start of each forward of a model in which the ranks may gather different shards. Until the values
+        change again, gathers by peer copies are then not collective. By default, this method does nothing, because
+        gathers by collectives need no preparation. Collective: every rank must call it.
         """
 
     def is_collective(self, shard: torch.Tensor) -> bool:
-        """Return whether `gather` is collective for this shard, so that every rank must call it. True by default."""
+        """Return whether every call of `gather` for this shard is collective, as it is by default.
+
+        The result is False for shards that are gathered by peer copies. For them, only the first gather after a change
+        of the values is collective, unless `publish` was called.
+        """
         return True
 
     def wait_for_readers(self) -> None:
@@ -262,7 +267,7 @@ def all_reduce_largest(communicator: Communicator, magnitudes: torch.Tensor) -> 
     Collective: every rank must call it.
 
     Args:
-        communicator: does the all-reduce.
+        communicator: the communicator of the ranks, which does the all-reduce.
         magnitudes: float32 or float64, non-negative or NaN, contiguous, of the same shape and dtype on every rank;
             overwritten.
     """
@@ -318,7 +323,8 @@ class _GlooTicket:
     communicator: the communicator that runs the operation.
     label: a description of the operation, for errors.
     work: the operation. `wait` removes it from the communicator's set of running operations.
-    finish: a function that computes the result from the received values, called by `wait` after the operation, or None.
+    finish: a function that computes the result from the received values. `wait` calls it after the operation. None if
+        the received values are the result.
     """
 
     def __init__(
@@ -352,7 +358,8 @@ class GlooCommunicator:
 
     Args:
         name: the communicator's name, for messages.
-        timeout: the operations' timeout. They wait at most 5 s (PATIENCE) longer for other ranks, then raise an error.
+        timeout: how long an operation may wait for other ranks. After this time and 5 s more (PATIENCE), `wait` of the
+            operation's ticket raises RuntimeError.
         groups: the groups into which all ranks are divided, each as a list of ranks in ascending order. The
             communicator connects the ranks of this rank's group.
     """

@@ -66,10 +66,10 @@ class ShardGroup:
 class EqualSums(ShardGroup):
     """A communicator of the ranks of this host, whose `all_reduce` gives bit-identical sums on all hosts.
 
-    This is used if every host stores all shards. All hosts then sum the same values, and every host gets the sums of
-    the first host. If each host used its own sums, hosts might add the values in different orders. Gradient norms could
-    then differ in the last bit, each host would clip its gradients differently, and the hosts' copies of the weights
-    would drift apart.
+    This is used if every host stores all shards. All hosts then sum the same values, but may add them in different
+    orders, so their sums may differ in the last bit. With different gradient norms, the hosts would clip their
+    gradients differently, and their copies of the weights would drift apart. Therefore `all_reduce` sends the sums of
+    the first host to the other hosts. Maxima do not depend on the order, and are not sent.
 
     Args:
         inside: the communicator of the ranks of this host.
@@ -272,7 +272,7 @@ def _then(stream: WorkStream | Immediate, first: Ticket, second: Callable[[], Ti
     waits for the work that is already queued on the current stream. On the CPU, the host waits for the first operation.
 
     Args:
-        stream: the stream that puts the two operations in order.
+        stream: the stream that waits for the first operation, and on which the second is then issued.
         first: the ticket of the first operation.
         second: a function that issues the second operation and returns its ticket.
     """

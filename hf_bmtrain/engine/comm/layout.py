@@ -60,11 +60,11 @@ class Layout:
                 between ranks only at multiples of `grain` from its own start. This keeps related elements together,
                 such as 64 elements with a common scale, or the rows of a matrix. If `grain` is at least as large as the
                 largest tensor, no tensor is divided.
-            spread: (n, itemsize), for a buffer that is all-gathered with 8 bits per element. Its first n tensors, such
-                as norms and biases, are an exception: they are sent unrounded, with `itemsize` bytes per element. To
-                make room for them, tensor n begins at `itemsize` times its usual offset (if `itemsize` is 2, at 2048
-                instead of 1024), and everything before it is in the first shard. n must be less than the number of
-                tensors. The default, (0, 1), makes no extra room.
+            spread: (n, itemsize), for a buffer that is all-gathered with one byte per element. Its first n tensors,
+                such as norms and biases, are an exception: they are sent unrounded, with `itemsize` bytes per element.
+                Therefore the layout reserves one element for each of their bytes: tensor n begins at `itemsize` times
+                its usual offset (if `itemsize` is 2, at 2048 instead of 1024). Everything before tensor n is in the
+                first shard. n must be less than the number of tensors. The default, (0, 1), reserves nothing.
         """
         assert world_size >= 1 and grain >= 1, (world_size, grain)
         offsets, end, room = [], 0, 0
@@ -105,10 +105,10 @@ class Layout:
         return [self.range_of(index, rank) for index in range(len(self.numels))]
 
     def cut_ranges(self, rank: int) -> list[tuple[int, int]]:
-        """Return the (start, stop) ranges of `rank`'s shard that contain parts of tensors split between ranks.
+        """Return the (start, stop) ranges of `rank`'s shard that belong to tensors that are split between ranks.
 
-        In an all-gather, the rank must copy these elements from its shard to its own full buffer, where split tensors
-        are read. A tensor that the shard stores completely needs no copy, because it is read in the shard.
+        A split tensor is read in the full buffer. So in an all-gather, the rank must copy these ranges from its shard
+        to its own full buffer. A tensor that the shard stores completely is read in the shard, and needs no copy.
         """
         return [
             (local_range.shard_start, local_range.shard_stop)
@@ -128,9 +128,9 @@ class Layout:
     def shard_sizes(self, rank: int) -> list[int]:
         """Return the sizes of the parts of `rank`'s shard in elements: gap, range, gap, …, range, gap.
 
-        There is one range for each tensor: its elements that the shard stores. A gap is padding. Both may be empty.
-        With these sizes, `torch.split_with_sizes` divides a shard into views of the ranges (at odd indices) and of the
-        padding.
+        There is one range for each tensor: the elements of it that the shard stores. A gap is padding. Ranges and gaps
+        may be empty. With these sizes, `torch.split_with_sizes` divides a shard into views of the ranges (at odd
+        indices) and of the padding.
         """
         return _alternating([(each.shard_start, each.shard_stop) for each in self.ranges(rank)], self.shard_numel)
 

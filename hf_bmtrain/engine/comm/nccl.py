@@ -70,7 +70,7 @@ class _CudaTicket:
 class NcclCommunicator:
     """A communicator for CUDA tensors. It uses NCCL through CuPy, and has its own CUDA stream.
 
-    Creating it is collective: every rank of the communicator must do so.
+    Collective: every rank of the communicator must create it.
 
     Args:
         name: the communicator's name, for messages.

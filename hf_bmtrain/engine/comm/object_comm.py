@@ -21,16 +21,16 @@ class ObjectComm:
     `gather`, `broadcast_object`, `barrier`, `any` and `smallest` are collective: every rank must call them, in the same
     order. They use a separate gloo group.
 
-    The other methods are not collective. `post`, `read_posts` and `delete_posts` keep lists of strings in the key-value
-    store, and `show` and `look` keep single strings. A rank can call these five methods on its own. `note_decision`
-    sends nothing, but every rank must call it at the same point.
+    The other methods are not collective. `post`, `read_posts` and `delete_posts` write, read and delete lists of
+    strings in the key-value store. `show` and `look` write and read single strings there. A rank can call these five
+    methods on its own. `note_decision` sends nothing, but every rank must call it at the same point.
 
     With one rank, every method returns at once.
 
     Attributes:
         size: the number of ranks.
-        timeout: the timeout that was passed to the constructor, in seconds (a float, not a timedelta). By default, a
-            collective waits 5 s (PATIENCE) longer for the other ranks.
+        timeout: the timeout that was passed to the constructor, in seconds (a float, not a timedelta). A collective
+            that is called without its own time limit waits 5 s (PATIENCE) longer than `timeout` for the other ranks.
         collective_log: the log of the collectives, which is compared with other ranks' logs.
         occasions: {number: description}, for error messages. The description states the purpose of a collective, or is
             a decision that was passed to `note_decision`. Entries in `collective_log` contain only the number, a hash
@@ -42,7 +42,8 @@ class ObjectComm:
 
         Args:
             size: the number of ranks. If there are several, torch's default process group must be initialized.
-            timeout: the timeout of collectives. By default, they wait 5 s (PATIENCE) longer for the other ranks.
+            timeout: how long the other ranks may take to join a collective. The collective itself waits 5 s (PATIENCE)
+                longer, so that the monitor (the thread that watches the other ranks) reports the timeout first.
         """
         self.size, self.timeout = size, timeout.total_seconds()
         self.collective_log = CollectiveLog("control")
@@ -236,8 +237,8 @@ class ObjectComm:
     def close(self) -> None:
         """Destroy the gloo group. Called before the process ends, and after an error in `init_distributed`.
 
-        If the last operation timed out, and its threads still wait for other ranks, the group is kept until the process
-        ends, because its destructor would wait for these threads.
+        If the last all-reduce has timed out and still waits for other ranks, the group is kept until the process ends,
+        because the group's destructor would wait for the threads of this all-reduce.
         """
         given_up = self._last is not None and not self._last.is_completed()
         # The operation refers to the group, whose threads end only when nothing refers to the group any longer.

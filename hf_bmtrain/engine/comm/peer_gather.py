@@ -52,9 +52,9 @@ class PeerGather(Gather):
     A gather by copies is not collective: between two changes of the weights, ranks may gather different shards, and may
     gather them different numbers of times. Ranks wait for each other only when weights change:
 
-    * After a change, every rank must call `publish` or gather a changed shard (any of them), which calls `publish`.
-      `publish` is collective: it waits until every rank has written all of its changed shards. Later gathers need no
-      such wait until the next change.
+    * After a change, every rank must call `publish`, or gather one of the changed shards. (This gather then calls
+      `publish`.) `publish` is collective: it waits until every rank has written all of its changed shards. Later
+      gathers need no such wait until the next change.
     * After an optimizer has started an asynchronous update of a shard, `announce` is called instead of `publish`. It is
       collective too. Later gathers of the same flat buffer, but not of others, wait until every rank has updated its
       shard.
@@ -64,7 +64,7 @@ class PeerGather(Gather):
       begins after the shard's gradient was averaged over the ranks. A rank takes part in the averaging only after its
       last copy of the shard in this backward, so no rank copies the shard while it is written.
     * If a shard was gathered and then changed, and `wait_for_readers` was not called since the gather, the next
-      `publish` raises RuntimeError, also if a gather calls it. So does `announce` of this shard.
+      `publish` (also one that a gather calls) raises RuntimeError. `announce` of this shard raises it, too.
 
     Args:
         communicator: the communicator whose all-reduces synchronize the copies with writes to the weights.

@@ -183,8 +183,8 @@ class _EventsTicket:
 class CudaMemory:
     """Shared memory (see `PeerMemory`) of processes that train on GPUs: GPU memory that they share by CUDA IPC.
 
-    IPC makes GPU memory of one process accessible in other processes of the same host, which copy from it. The GPU's
-    copy engines execute these copies, so that they take no time of its multiprocessors.
+    IPC makes GPU memory of one process accessible in other processes of the same host, which copy from it and to it.
+    The GPU's copy engines execute these copies, so the copies do not occupy the multiprocessors.
 
     The memory is allocated with cudaMalloc, not with torch's allocator. IPC can share only a whole cudaMalloc block,
     and torch's allocator puts several tensors into one block, so IPC would also share tensors that other processes

@@ -132,10 +132,11 @@ class PeerReduction(Reduction):
     """Averages the gradients of blocks with peer copies: each rank writes directly to the memory of the other ranks.
 
     Each rank has two mailboxes, which it uses in turn. A mailbox is memory with one row for each other rank. Each row
-    is laid out like the owner's shard. In a reduction, each rank copies its gradients of another rank's shard from
-    autograd's tensors directly into its row of that rank's mailbox. Then each rank averages the rows of its mailbox and
-    its own gradient of its shard. Small shards and unsupported dtypes are reduced by collectives. All ranks must reduce
-    the same flat buffers in the same order. The host waits only when mailboxes are allocated or freed.
+    is laid out like the owner's shard. In a reduction, each rank fills its row in the mailbox of every other rank: it
+    copies there, directly from autograd's tensors, its gradients of the elements in the other rank's shard. Then each
+    rank averages the rows of its mailbox and its own gradients of the elements in its shard. Small shards and
+    unsupported dtypes are reduced by collectives. All ranks must reduce the same flat buffers in the same order. The
+    host waits only when mailboxes are allocated or freed.
 
     Args:
         collective: the reduction for small shards and unsupported dtypes. Its communicator is also used to wait until
@@ -206,10 +207,11 @@ class PeerReduction(Reduction):
         self.boxes.free()
 
     def carry(self, box: Mailbox, pushed: Sequence[tuple[Any, torch.Tensor]], add: Callable[[], object]) -> Ticket:
-        """Queue a reduction on two streams: copy gradients to the other ranks' mailboxes, then sum those received here.
+        """Queue a reduction: copy gradients to the other ranks' mailboxes, then sum those in this rank's mailbox.
 
-        A mailbox is memory into which the other ranks copy gradients. The summation waits until all ranks have made
-        their copies. Collective: every rank must call it.
+        A mailbox is memory into which the other ranks copy gradients. The copies and the summation are queued on two
+        separate streams. The summation waits until all ranks have made their copies. Collective: every rank must call
+        it.
 
         Args:
             box: this rank's mailbox that `take` returned last.
@@ -288,7 +290,7 @@ class _PeerReducer(CollectingReducer):
 
         A rank's mailbox is memory into which the other ranks copy gradients.
 
-        box: this rank's mailbox for this reduction. That of `other` has the same index.
+        box: this rank's mailbox for this reduction. The result is a part of the mailbox of `other` with the same index.
         other: the rank that stores the elements of `local_range`.
         local_range: the elements of one tensor that `other` stores.
         """
@@ -303,7 +305,7 @@ class _PeerReducer(CollectingReducer):
         mean. The padding of both tensors is zeroed.
 
         rows: (ranks - 1, n), the other ranks' gradients of this rank's shard, which they have copied here.
-        sources: this rank's own gradients, each the full tensor, flat.
+        sources: this rank's own gradients: for each tensor of the flat buffer, its full gradient as a 1-D tensor.
         shard: (n,), overwritten.
         total: (n,), the running sum over micro-batches. It may be `shard` itself. None if there is no sum.
         squares: (number of tensors,), overwritten with the sum of squares of each tensor's elements in `shard`.

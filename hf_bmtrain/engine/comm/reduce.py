@@ -346,9 +346,10 @@ class _CollectiveReducer(CollectingReducer):
         return PendingReduce(arrived, gradients, memory, None if total is None else (arriving, total, shard))
 
     def _fills(self, gradients: Sequence[torch.Tensor | None]) -> bool:
-        """Return whether there is only one gradient, contiguous, of the size and dtype of the flat buffer.
+        """Return whether the gradient can be reduced directly, without being copied into a flat tensor first.
 
-        Such a gradient is reduced directly, without being copied into a flat tensor first.
+        This is possible if the flat buffer has only one tensor and no padding, and the tensor's gradient is dense,
+        contiguous and of the dtype of the flat tensor.
 
         gradients: the full gradients of the buffer's tensors; None for a tensor that has no gradient.
         """

@@ -59,7 +59,7 @@ class ResizableStorage:
             self._storage.resize_(self._nbytes)
 
     def release_address(self) -> None:
-        """Undo `keep_address`: `free` frees the memory again. If it is marked as not allocated, it is freed now."""
+        """Undo `keep_address`: `free` frees the memory again. Memory that is marked as not allocated is freed now."""
         self.keeps_address = False
         if not self.allocated:
             self._storage.resize_(0)
@@ -92,7 +92,7 @@ class ResizableStorage:
 
 
 def shares_storage(tensor: torch.Tensor, *others: torch.Tensor) -> bool:
-    """Return whether `tensor` has the same storage as one of `others`, as a view and its base have.
+    """Return whether `tensor` has the same storage as one of `others`, for example because one is a view of the other.
 
     Called, for example, for the outputs of a block: an output that is a view of a full parameter becomes invalid when
     the parameter's memory is freed.

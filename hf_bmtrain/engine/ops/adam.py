@@ -1,8 +1,9 @@
 """AdamW on a range of adjacent elements, in one kernel launch.
 
 Hyper-parameters, step counts, the clip factor and the flag that skips a step are tensors on the device, so the host
-does not wait for the device. An optimizer step calls `adam_prepare` once, and then `adam_update` once per range. For
-CUDA tensors both launch a kernel; otherwise they compute the same in torch.
+does not wait for the device. An optimizer step first calls `adam_prepare`, which can prepare many ranges at once, and
+then calls `adam_update` for each range. For CUDA tensors, both functions launch a kernel. For other tensors, they
+compute the same with torch.
 """
 
 from functools import cache
@@ -100,8 +101,10 @@ def adam_prepare(grad_scale: Tensor, found_inf: Tensor, hyper: Tensor, steps: Te
             beginning in which the learning rate is 0.
         steps: (runs,) float32, the number of steps that each run has taken. It is incremented in place unless the step
             is skipped.
-        records: (runs, 12) float32, written. RECORD names the columns. The column grad_scale contains 1 / `grad_scale`,
-            l2 contains l2 times `grad_scale`, and seed contains the bits of an int32, the number of the step.
+        records: (runs, 12) float32, written. RECORD names the columns. The column "grad_scale" contains the reciprocal
+            of the argument `grad_scale`. The column "l2" contains the hyper-parameter l2 times `grad_scale`, because it
+            is applied before the gradient is divided. The column "seed" contains the bits of an int32, the number of
+            the run's step.
 
     Raises:
         ValueError: a tensor does not have the shape, dtype or device described above, or is not contiguous.

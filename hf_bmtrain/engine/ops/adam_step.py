@@ -65,8 +65,8 @@ class KernelSteps:
     to the device only when one of them has changed.
 
     Args:
-        groups: for each parameter group, its number of runs: ranges of elements that are updated together. Runs are
-            numbered from 0, group by group.
+        groups: for each parameter group, its number of runs. A run is a range of adjacent elements that are updated
+            together. Runs are numbered from 0, group by group.
         device: the device on which the runs are updated.
 
     Attributes:
@@ -160,8 +160,8 @@ class TorchSteps:
     those of torch.optim.Adam.
 
     Args:
-        groups: for each parameter group, its number of runs: ranges of elements that are updated together. Runs are
-            numbered from 0, group by group.
+        groups: for each parameter group, its number of runs. A run is a range of adjacent elements that are updated
+            together. Runs are numbered from 0, group by group.
         device: the device on which the runs are updated, the CPU.
     """
 

@@ -44,8 +44,8 @@ def accumulate_squared_norm(flat: torch.Tensor, out: torch.Tensor) -> None:
     tensors in the same order give bit-identical results.
 
     Args:
-        flat: (n,) float32, float16 or bfloat16, contiguous, of any alignment. Padding must be zero, because all
-            elements are added.
+        flat: (n,) float32, float16 or bfloat16, contiguous, of any alignment. Padding must be zero, because the
+            squares of all elements are added.
         out: (2,) float64 on the same device, updated. Element 0 is the running sum. Element 1 becomes 1.0 if an element
             of `flat` is inf or NaN. The caller must set both to zero before the first tensor.
 
@@ -71,8 +71,10 @@ def accumulate_squared_norm(flat: torch.Tensor, out: torch.Tensor) -> None:
 def as_real(flat: torch.Tensor) -> torch.Tensor:
     """Return a view of a gradient as real numbers, because the functions that sum squares take only real tensors.
 
-    flat: (n,). If it is complex, the result is (2n,), its alternating real and imaginary parts, whose sum of squares is
-        the squared norm of `flat`. A real tensor is returned unchanged.
+    A real gradient is returned unchanged. For a complex gradient, the result is (2n,) and contains its real and
+    imaginary parts in turn. The sum of their squares is the squared norm of the gradient.
+
+    flat: (n,), the gradient.
     """
     return torch.view_as_real(flat).view(-1) if flat.is_complex() else flat
 

@@ -72,8 +72,8 @@ class Master:
         Used by code other than the optimizer's update, for example to compute statistics of updates.
 
         If the master weights are stored in float32, or the weights themselves are float32, the results are the stored
-        tensors, so do not write to them. If they are stored as residuals (their differences from the weights), the
-        results are new tensors. The second moment is None if the optimizer has none in float32.
+        tensors, so do not write to them. If the master weights are stored as residuals (their differences from the
+        weights), the results are new tensors. The second moment is None if the optimizer has none in float32.
         """
         if self.stored is None:
             return self.weight, self.exp_avg_sq
@@ -88,8 +88,8 @@ class Master:
 
         * If the master weights are stored as residuals (their differences from the weights), the weights are set to the
           master weights rounded to nearest even.
-        * If they are stored in float32, half-precision weights do not change until the optimizer's next step.
-        * Float32 weights need no master weights. So the weights themselves are set to the new values.
+        * If the master weights are stored in float32, the weights do not change until the optimizer's next step.
+        * Float32 weights need no master weights, so the weights themselves are set to the new values.
 
         Args:
             master: float32 with n elements, of any shape and on any device.

@@ -85,13 +85,14 @@ class AdamOptimizer(torch.optim.Optimizer):
             weights.) Parameter groups may have different values.
         exp_avg_dtype: the dtype of m, torch.float32 or torch.bfloat16. bfloat16 values are rounded stochastically. The
             random bits depend on the index of the element and on the step, not on the number of ranks. There is one
-            exception: some options, such as all-gathers in a dtype other than the parameters', divide the parameters
-            into other flat buffers on several ranks than on one. This changes the indices of the elements.
+            exception: with some options, such as all-gathers in a dtype other than that of the parameters, several
+            ranks divide the parameters into flat buffers differently than a single rank. The elements then have other
+            indices.
         state_bits: 32, or 8 to store m and v in 8 bits, rounded stochastically, with an exponent for every 32 elements.
             With 8, the masters of bfloat16 weights on CUDA may be off by their last bit, and the state takes 2.06 bytes
             per element of a float32 weight, 4.06 of a bfloat16 weight on CUDA, and 6.06 of other half-precision
-            weights. Checkpoints have float32 moments, so `state_bits` may change between saving and loading. An `eps`
-            below 2⁻⁶³ counts as 2⁻⁶³.
+            weights. Checkpoints have float32 moments, so `state_bits` may change between saving and loading. With 8,
+            an `eps` below 2⁻⁶³ counts as 2⁻⁶³.
 
     Raises:
         TypeError: `params` is a single tensor or not iterable.
@@ -328,10 +329,10 @@ class AdamOptimizer(torch.optim.Optimizer):
         Does nothing and returns False if the last step updated the same parameters, in the same memory, and the caller
         has not changed `self.state`; otherwise returns True.
 
-        A run of the same parameters as an earlier run keeps its state tensors, with two exceptions: the memory of its
-        unsharded parameter was replaced, or the caller has replaced or removed tensors of its parameters in
-        `self.state`. For all other runs, state tensors are allocated. If `self.state` has a state of the parameters, it
-        is copied into these tensors.
+        A run of the same parameters as an earlier run keeps the state tensors of that run, with two exceptions: the
+        memory of its unsharded parameter was replaced, or the caller has replaced or removed tensors of its parameters
+        in `self.state`. In these two cases, and for all other runs, new state tensors are allocated, and what
+        `self.state` contains for the parameters is copied into them.
 
         Raises ValueError if the parameters are on several devices, if an unsharded one is not contiguous, or if its
         memory was replaced by memory of an unsupported dtype.
@@ -419,7 +420,7 @@ class AdamOptimizer(torch.optim.Optimizer):
         return float(state["step"]) if state else 0.0
 
     def _allocate(self, runs: Sequence[Run]) -> list[StateTensors]:
-        """Allocate state tensors for new runs (lists of adjacent parameters), and return them in the same order.
+        """Allocate state tensors for new runs (lists of adjacent parameters). Return one StateTensors for each run.
 
         The moments are zero. The masters, full-precision copies of half-precision weights, are not initialized; the
         caller must fill them.
@@ -589,7 +590,8 @@ class AdamOptimizer(torch.optim.Optimizer):
         Args:
             state_dict: {"state": {index of a parameter, counted through all groups: {name: value}}, "param_groups": as
                 in torch}, and any entries that a subclass, a hook or a wrapper has added to the result of `state_dict`.
-            load: the `load_state_dict` of a wrapper, which calls that of this optimizer. None if there is no wrapper.
+            load: the `load_state_dict` of a wrapper of this optimizer, which calls the optimizer's `load_state_dict`.
+                None if there is no wrapper.
         """
         # Additional entries can be loaded only by the `load_state_dict` of a wrapper or subclass, or by a hook.
         if load or len(state_dict) > 2:
@@ -627,8 +629,8 @@ class AdamOptimizer(torch.optim.Optimizer):
               (n,) int16: the differences between masters and weights.
         """
         self._load({**state_dict, "param_groups": self._completed(state_dict["param_groups"])}, copied=True)
-        # `_arrange` sets unsharded weights to their loaded masters. Undo this: the caller loads the weights separately,
-        # or must not change them.
+        # `_arrange` sets unsharded weights to their loaded masters. Undo this, because loading a state must not change
+        # the weights. If the caller loads weights too, it does so separately.
         weights = {p: p.detach().clone() for p in self._loaded if not isinstance(p, ShardBase)}
         self._arrange([[p for p in group["params"] if p in self._loaded] for group in self.param_groups])
         for parameter, values in weights.items():
@@ -642,8 +644,9 @@ class AdamOptimizer(torch.optim.Optimizer):
     def _checked(self, state_dict: dict) -> dict:
         """Check that this optimizer can continue from `state_dict`, and return it with complete parameter groups.
 
-        Settings that a saved group lacks because torch's AdamW does not have them keep this optimizer's values. Raises
-        ValueError if the state was saved by another class of optimizer.
+        A saved group may lack "hold_steps" and "decoupled", which torch's AdamW does not have. These settings then
+        get the values of this optimizer's group. Raises ValueError if the state was saved by another class of
+        optimizer.
         """
         groups = state_dict["param_groups"]
         keys = [key for group in groups for key in group["params"]]
@@ -693,8 +696,8 @@ class AdamOptimizer(torch.optim.Optimizer):
 
         Returns:
             Copies of the saved groups. If they lack "hold_steps" or "decoupled", which torch's AdamW does not have, the
-            copies get the values of this optimizer's groups. If the number of groups differs from this optimizer's,
-            `groups` itself is returned; loading it then raises ValueError.
+            copies get the values of this optimizer's groups. If this optimizer has another number of groups, `groups`
+            itself is returned; loading it then raises ValueError.
 
         Raises:
             ValueError: a saved group lacks "lr", "betas", "eps" or "weight_decay", or the saved state of a parameter
@@ -720,9 +723,9 @@ class AdamOptimizer(torch.optim.Optimizer):
     def _completed(self, groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """Return the parameter groups of a state to load, as copies that have all settings of this optimizer's groups.
 
-        The groups of torch's AdamW lack "hold_steps" and "decoupled", which therefore keep their present values. Raises
-        ValueError if a group lacks other settings. If the number of `groups` differs from that of this optimizer's
-        groups, they are returned unchanged; torch then raises ValueError.
+        The groups of torch's AdamW lack "hold_steps" and "decoupled". The copies get the values of this optimizer's
+        groups. Raises ValueError if a group lacks other settings. If this optimizer has another number of groups,
+        `groups` itself is returned; torch then raises ValueError.
         """
         if len(groups) != len(self.param_groups):
             return groups
@@ -783,7 +786,7 @@ def as_number(name: str, value: Any) -> float:
         value: the value of the setting.
 
     Raises:
-        TypeError: `value` is neither a number nor a tensor of one element with a value (not on the meta device).
+        TypeError: `value` is neither a number nor a tensor of one element, or is on the meta device, without a value.
     """
     if isinstance(value, torch.Tensor) and value.numel() == 1 and not value.is_meta:
         value = value.item()

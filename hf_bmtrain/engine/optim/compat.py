@@ -253,7 +253,7 @@ def _check_element_wise(optimizer: torch.optim.Optimizer, device: torch.device) 
        the same for the sharded matrix as for the full one. With tensor parallelism, they are refused without this
        trial if a parameter of the group is split.
 
-    If an optimizer cannot even update the full matrix, a warning is logged instead of an error.
+    If a new optimizer cannot update even the full matrix, both trials are left out, and a warning is logged.
 
     device: the device of the matrix.
     """
@@ -331,11 +331,11 @@ def _difference(move: Callable[[], torch.Tensor], expected: torch.Tensor) -> str
 def _move_parts(optimizer: Any, group: dict, values: torch.Tensor, gradients: list[torch.Tensor]) -> torch.Tensor:
     """Return how much the 1-D `values` change if two new optimizers each update a part of them.
 
-    `values` is not modified. The caller compares the result with the change by a single optimizer, which is the same if
-    the optimizer is element-wise.
+    The caller compares the result with the change that a single optimizer makes. For an element-wise optimizer, both
+    are the same. `values` is not modified.
 
-    optimizer: the optimizer whose class the new ones have.
-    group: the parameter group whose options they get.
+    optimizer: the optimizer to test. The two new optimizers are of its class.
+    group: the parameter group whose options the new optimizers get.
     gradients: for each step, a 1-D gradient of all values.
     """
     cuts = slice(None, _CUT), slice(_CUT, None)
@@ -343,12 +343,12 @@ def _move_parts(optimizer: Any, group: dict, values: torch.Tensor, gradients: li
 
 
 def _move_local(optimizer: Any, group: dict, values: torch.Tensor, gradients: list[torch.Tensor]) -> torch.Tensor:
-    """Shard `values` as a parameter, update it with a new optimizer, and return the change of the full values.
+    """Return how much the full `values` change if a new optimizer updates them as a sharded parameter.
 
-    The caller compares it with the change of a full parameter. Collective: every rank must call it.
+    The caller compares the result with the change of a full parameter. Collective: every rank must call it.
 
-    optimizer: the optimizer whose class the new one has.
-    group: the parameter group whose options it gets.
+    optimizer: the optimizer to test. The new optimizer is of its class.
+    group: the parameter group whose options the new optimizer gets.
     gradients: for each step, the full gradient, of the shape of `values`.
     """
     parameter = DistributedParameter(values)
@@ -362,7 +362,7 @@ def _movement(optimizer: Any, group: dict, start: torch.Tensor, gradients: list[
 
     Such changes are compared to find out whether an optimizer can update sharded parameters.
 
-    optimizer: the optimizer whose class the new one has.
+    optimizer: the optimizer to test. The new optimizer is of its class.
     group: the parameter group whose options the new optimizer gets.
     start: the weights, which are copied.
     gradients: for each step, a gradient of the shape of `start`; copied.
@@ -375,7 +375,9 @@ def _movement(optimizer: Any, group: dict, start: torch.Tensor, gradients: list[
 def _train(optimizer: Any, group: dict, parameter: torch.nn.Parameter, gradients: Sequence[torch.Tensor]) -> None:
     """Update `parameter` once for each gradient, with a new optimizer of the same class and the options of `group`.
 
-    optimizer: the optimizer whose class the new one has. It does not change.
+    optimizer: the optimizer to test, which does not change. The new optimizer is of its class.
+    group: the parameter group whose options the new optimizer gets, except "params" and "lr".
+    parameter: the parameter to update.
     gradients: for each step, the tensor that becomes the `.grad` of `parameter`.
     """
     # Options are cloned because the group may contain a step counter as a tensor, which the trial must not change.

@@ -193,8 +193,8 @@ class OptimManager:
                 skipped; or None. Do not call it yourself.
 
         Raises:
-            TypeError: `optimizer` has no `step()` or no `param_groups`, or `lr_scheduler` has no `step()`, or one that
-                needs arguments, as that of torch's ReduceLROnPlateau.
+            TypeError: `optimizer` has no `step()` or no `param_groups`.
+            TypeError: `lr_scheduler` has no `step()`, or its `step` needs arguments, as in torch's ReduceLROnPlateau.
             ValueError: the optimizer was added before.
             ValueError: the optimizer was created before its model was sharded, so its steps would have no effect.
         """
@@ -251,8 +251,7 @@ class OptimManager:
         divided by `grad_scale` takes the place of the mean. Several backwards accumulate in `.grad`, as in torch.
 
         Args:
-            loss: a tensor of one element. It is required. The default, None, exists only so that a call without a loss
-                raises a ValueError that explains this.
+            loss: a tensor of one element. It is required, in spite of the default: None raises a ValueError.
 
         Raises:
             TypeError: `loss` is not a tensor.
@@ -285,9 +284,9 @@ class OptimManager:
         """Return the loss times the loss scale, for code that calls `backward()` itself.
 
         `OptimManager.backward(loss)` first checks the loss, and then does the same as
-        `OptimManager.scale_loss(loss).backward()`. Collective: every rank must call it. On a GPU, `step` does not wait
-        to learn whether the device has skipped it. This call finds out about the previous step. If that step was
-        skipped, the ranks exchange messages to find which gradient was inf or nan.
+        `OptimManager.scale_loss(loss).backward()`. Collective: every rank must call it. On a GPU, this call completes
+        the previous step: the host reads whether the step was skipped. If it was skipped, the ranks exchange messages
+        to find which gradient was inf or nan.
 
         If OptimManager was created with a `grad_scale` (its default is the number of ranks), the loss is also
         multiplied by (number of ranks) / `grad_scale`. Backward averages the gradients over the ranks. With this
@@ -333,14 +332,14 @@ class OptimManager:
 
         Usually `.grad` does not change in this call, because `step` applies the factor:
 
-        * If `param_groups` contains all parameters of an added optimizer that have a gradient, `step` multiplies their
-          gradients by the factor. A call of `backward` or `scale_loss` before `step`, or another `clip_grad_norm` for
-          some of these parameters, first multiplies their `.grad` by the factor. A `.grad` that is set or replaced
-          after this call is not multiplied. Values that are written or added to a `.grad` in place after this call are
-          multiplied too. Therefore, before the `loss.backward()` of another loss, call `scale_loss`, which applies the
-          factor to the gradients so far.
-        * All other gradients in `param_groups`, or all of them if `max_norm` is 0 or a tensor, are multiplied in place
-          here.
+        * The factor is left to `step` for each added optimizer whose gradients all belong to `param_groups`: the
+          optimizer's next update uses its gradients times the factor. If `backward`, `scale_loss` or another
+          `clip_grad_norm` for some of these gradients is called before `step`, that call first multiplies them by the
+          factor. A `.grad` that is set or replaced after this call is not multiplied. Values that are written or added
+          to a `.grad` in place after this call are multiplied too. Therefore, before the `loss.backward()` of another
+          loss, call `scale_loss`, which applies the factor to the gradients so far.
+        * All other gradients in `param_groups` are multiplied in place in this call. If `max_norm` is 0 or a tensor,
+          so are all gradients in `param_groups`.
 
         Args:
             param_groups: `optimizer.param_groups`, or a list of dicts with "params".
@@ -350,9 +349,9 @@ class OptimManager:
             eps: a small number that is added to the norm in the factor.
 
         Returns:
-            The norm before clipping, a float32 scalar on the device. Reading its value waits for the device. If it is
-            inf or nan, `step` is skipped, unless the gradient that is inf or nan is first dropped, replaced or
-            overwritten.
+            The norm before clipping, a float32 scalar on the device. Reading its value makes the host wait for the
+            device. If the norm is inf or nan, the next `step` is skipped, unless the gradient that is inf or nan is
+            dropped, replaced or overwritten before.
 
         Raises:
             RuntimeError: the AdamOffloadOptimizer of some of these parameters has already used gradients for updates,
@@ -592,7 +591,7 @@ class OptimManager:
             `own_state`.
 
         Raises:
-            RuntimeError: an optimizer keeps its state under names instead of parameters.
+            RuntimeError: the `state` of an optimizer has strings instead of parameters as keys.
             RuntimeError: `gather_opt` is True, and the ranks have state for different parameters.
             RuntimeError: `gather_opt` is True, there are several ranks, and the state dict of an optimizer has sharded
                 tensors in an entry other than "state".
@@ -687,7 +686,8 @@ class OptimManager:
     def check_own_state(self, state: dict[str, Any]) -> None:
         """Check that a state of schedulers and loss scale fits this manager, without loading it. Not collective.
 
-        `bmt.load_state`, `load_state_dict` and `load_own_state` call it before they load anything, so you need not.
+        `bmt.load_state`, `load_state_dict` and `load_own_state` call this method before they load anything, so other
+        code need not call it.
 
         Args:
             state: the result of `own_state` or `state_dict` of the manager that was saved.
@@ -973,7 +973,7 @@ def global_norm(parameters: list, order: float, communicator: Communicator, devi
     Args:
         parameters: the parameters, all with a `.grad`.
         order: the order of the norm, above 0, or inf.
-        communicator: does the all-reduce, over the ranks that store different shards.
+        communicator: the communicator for the all-reduce. It connects the ranks that store different shards.
         device: the device of the result.
     """
     add = _squares if order == 2 else _powers
@@ -1029,7 +1029,7 @@ def _powers(parameters: list, order: float, device: torch.device) -> torch.Tenso
 
 
 def _flat(members: list[torch.nn.Parameter]) -> list[torch.Tensor]:
-    """Return the gradients of adjacent parameters as 1-D tensors that together contain each element of them once.
+    """Return the gradients of adjacent parameters as 1-D tensors, which together contain each gradient element once.
 
     If possible, this is one tensor: a view of the flat gradient, which also contains padding of zeros. Otherwise, it is
     one tensor for each parameter that has a `.grad`.

@@ -106,13 +106,13 @@ class Run:
     def gradient(self) -> torch.Tensor:
         """Return the gradient of this run's parameters as one tensor (n,), from which an optimizer computes the update.
 
-        The caller must not write to the result. Usually, this function returns the result of `flat_gradient`, a view of
-        the `.grad`. In two cases, it returns another tensor:
+        The caller must not write to the result. Usually, the result is that of `flat_gradient`, with two exceptions:
 
-        * If half-precision gradients of several backwards were accumulated in float32, and not written since: a view of
-          this more precise float32 sum.
-        * If the user has replaced a `.grad` in this run's flat buffer by another tensor: a new float32 tensor with the
-          values of each `.grad` of this run.
+        * The gradients of several backwards were accumulated in float32, and each half-precision `.grad` is this sum,
+          rounded. The result is then a view of the more precise float32 sum. (If code has written to a `.grad` since,
+          the sum is out of date and is not used.)
+        * The user has replaced a `.grad` in this run's flat buffer by another tensor. The result is then a new float32
+          tensor with the values of each `.grad` of this run.
         """
         flat = self.flat_gradient()
         if flat is not None:
@@ -184,9 +184,9 @@ def same_members(a: Sequence[Sequence], b: Sequence[Sequence]) -> bool:
 def gradient_versions(parameters: Iterable[Any]) -> dict[torch.nn.Parameter, tuple[torch.Tensor, int]]:
     """Return {parameter: (`.grad`, torch's version counter of `.grad`)}. `is_unchanged` compares these values later.
 
-    OptimManager uses it to find out whether gradients have changed since it searched them for inf and nan, or since a
-    step that was skipped used them. AdamOffloadOptimizer calls it when it updates parameters during the backward. If
-    their gradients change afterwards, which is too late, its `step` raises an error.
+    OptimManager calls this to find out later which gradients have changed since the manager searched them for inf and
+    nan, or since its last step used them. AdamOffloadOptimizer calls this when it updates parameters during a backward.
+    Its `step` raises an error if their gradients have changed after this update.
 
     parameters: parameters that all have a `.grad`.
     """
@@ -237,7 +237,8 @@ class StateTensors(NamedTuple):
         exp_avg: the first moment (or the momentum of an optimizer without a second moment), float32 or bfloat16; or
             both moments in 8 bits.
         exp_avg_sq: the second moment, float32. None if the optimizer has none, or if both moments are in `exp_avg`.
-            If `master` contains residuals, a negative sign marks a residual of 32768, which int16 cannot represent.
+            The moment itself is never negative. If `master` contains residuals, a negative sign of an element marks
+            that its residual is 32768, which int16 cannot represent.
     """
 
     master: torch.Tensor | None
@@ -275,9 +276,10 @@ class RunState:
 
     Attributes:
         run: the parameters, and a view of their elements.
-        master: an object with up to three tensors (n,): the weights, their masters (the float32 copies that the
-            optimizer updates, or the int16 differences of these from the weights; None for float32 weights), and the
-            second moment exp_avg_sq (None if the optimizer has none, or if `exp_avg` contains both moments).
+        master: an object with the weights, their masters and the second moment, each (n,). The masters are the float32
+            copies of half-precision weights that the optimizer updates, or the int16 differences between these copies
+            and the weights. The masters are None for float32 weights. The second moment is None if the optimizer has
+            none, or if `exp_avg` contains both moments.
         exp_avg: the first moment, (n,) float32 or bfloat16; or both moments in 8 bits.
         step: (), float32, the number of steps taken.
         index_base: the index of the run's first element among all elements of the optimizer (see `index_bases`).
@@ -303,11 +305,13 @@ class RunState:
     def is_stale(self) -> bool:
         """True if there may be float32 masters that do not round to their weights.
 
-        Masters are the float32 copies of half-precision weights that the optimizer updates. Other code may have written
-        the weights, or filled the masters from a checkpoint, since masters and weights were last compared. If so, call
-        `master.follow_weight()` before the masters are updated or saved: it changes masters that do not round to their
-        weights. False for masters that are stored as differences from the weights (residuals), which always fit, and
-        for float32 weights, which have no separate masters.
+        Masters are the float32 copies of half-precision weights that the optimizer updates. The result is True if other
+        code may have written the weights, or filled the masters from a checkpoint, since masters and weights were last
+        compared. Then call `master.follow_weight()` before the masters are updated or saved. It changes the masters
+        that do not round to their weights.
+
+        False for masters that are stored as differences from the weights (residuals), which always fit, and for float32
+        weights, which have no separate masters.
         """
         apart = self.master.stored is not None and not self.master.is_residual
         return apart and (self.uncounted or self.version != self.run.weights._version)
@@ -340,10 +344,10 @@ def _by_name(moments: Moments) -> ParameterState:
 
 
 def without_codes(held: ParameterState) -> ParameterState:
-    """Return a parameter's optimizer state with float32 moments, for code outside the optimizer.
+    """Return a parameter's optimizer state in which no moment is in 8 bits, for code outside the optimizer.
 
-    Moments stored in 8 bits (as codes) are decoded to new tensors, in host memory to save device memory. A state
-    without such moments is returned unchanged.
+    Moments that are stored in 8 bits (as codes) are decoded to new float32 tensors. These are in host memory, to save
+    device memory. A state without such moments is returned unchanged.
     """
     if not has_codes(held):
         return held
@@ -361,9 +365,9 @@ def own_entries(held: dict[str, Any]) -> ParameterState:
 
 
 def is_own(name: str) -> bool:
-    """Return whether `name` is one that the optimizer itself uses in the state of a parameter, such as "exp_avg".
+    """Return whether `name` is the name of an entry that the optimizer itself stores in a parameter's state.
 
-    Entries with other names belong to other code, for example to Lookahead wrappers.
+    Such a name is, for example, "exp_avg". Entries with other names belong to other code, such as Lookahead wrappers.
     """
     return name in _OWN or name.startswith(_EIGHT_BITS)
 
@@ -379,13 +383,15 @@ def has_codes(held: Container[str]) -> bool:
 
 
 def shown(parameter: torch.Tensor, held: ParameterState, loaded: bool) -> ParameterState:
-    """Return a parameter's optimizer state in the form for `state_dict()`: with float32 masters and moments.
+    """Return a parameter's optimizer state in the form for `state_dict()`: without residuals and 8-bit moments.
 
-    If the optimizer stores residuals (16-bit differences between masters and weights) or 8-bit moments, float32 tensors
-    are computed from them, in host memory to save device memory. All other tensors are those of `held`, with one
-    exception: if residuals are stored together with a float32 second moment, this moment is copied to host memory, and
-    its negative signs are removed. (The moment itself is never negative. A negative sign marks an element whose
-    residual is 32768, which int16 cannot represent. float32 masters do not need this mark.)
+    Residuals are the 16-bit differences between masters and weights. If the optimizer stores residuals or 8-bit
+    moments, they are replaced by float32 masters or moments, which are computed in host memory to save device memory.
+
+    All other tensors are those of `held`, with one exception: if residuals are stored together with a float32 second
+    moment, this moment is copied to host memory, and its negative signs are removed. (The moment itself is never
+    negative. A negative sign marks an element whose residual is 32768, which int16 cannot represent. float32 masters do
+    not need this mark.)
 
     Args:
         parameter: the parameter.
@@ -411,8 +417,8 @@ def adopt(parameter: torch.Tensor, views: ParameterState, earlier: ParameterStat
     """Copy a parameter's optimizer state into newly allocated tensors, converting it to the format of these tensors.
 
     AdamOptimizer calls this when it has allocated the state of a new Run (parameters that one kernel launch updates).
-    It allocates state in its first step, after a state was loaded, and when other parameters have gradients than in the
-    last step.
+    It allocates state in its first step, after a state was loaded, and when the set of parameters with gradients has
+    changed since the last step.
 
     The formats may differ. For example, `earlier` may have float32 moments and masters (the copies of the weights that
     the optimizer updates), while `views` may store the moments in 8 bits, or the masters as residuals (their 16-bit

@@ -67,9 +67,9 @@ class SkippedSteps:
         self._last = 0
 
     def look(self, step: int, gradients: Sequence[torch.Tensor | None]) -> None:
-        """Count nan and inf in the gradients of a skipped step, before the gradients are dropped, for `report`.
+        """Count nan and inf in the gradients of a skipped step, so that `report` can find the cause.
 
-        Further calls for the same step do nothing.
+        Call this before the gradients are dropped. Further calls for the same step do nothing.
 
         Args:
             step: the number of the step; the first is 1.

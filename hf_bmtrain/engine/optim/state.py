@@ -45,9 +45,11 @@ def save_state(optimizer: torch.optim.Optimizer, world: World, gather: bool) -> 
     Args:
         optimizer: the optimizer.
         world: the ranks over which the parameters are sharded.
-        gather: False returns this rank's state, which the same rank can load if it stores the same shard. True returns
-            the full state on rank 0, which any number of ranks can load, and only parameter groups on the other ranks.
-            The result then has an entry "sliced": the names of the state tensors that are sharded like the parameters.
+        gather: whether to return the full state. If False, the result is this rank's own state. Only the same rank can
+            load it, and only if this rank still stores the same shard. If True, rank 0 gets the full state, which can
+            be loaded with any number of ranks; on the other ranks, the entry "state" of the result is empty. On every
+            rank, the result then has an entry "sliced": the names of the state tensors that are sharded like the
+            parameters.
 
     Raises:
         RuntimeError: the optimizer keeps its state under names instead of parameters.
@@ -81,7 +83,8 @@ def save_state(optimizer: torch.optim.Optimizer, world: World, gather: bool) -> 
 def local_state_dict(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """Return `optimizer.state_dict()` with this rank's elements of sharded tensors. Not collective.
 
-    The optimizer may be a wrapper, whose own `state_dict` may add entries, which its `load_state_dict` loads.
+    The optimizer may be a wrapper around another optimizer. The result then includes all entries that the wrapper's own
+    `state_dict` adds.
     """
     full_state: FullState | None = getattr(unwrapped(optimizer), "full_state", None)
     with nullcontext() if full_state is None else full_state.local():
@@ -144,15 +147,19 @@ def load_state(
 
     Args:
         optimizer: the optimizer.
-        saved: this rank's own state; or, on every rank, the full state, from which this rank copies its elements.
+        saved: the result of `save_state`: either this rank's own state, or the full state. The full state must be
+            passed on every rank. Each rank copies its own elements from it.
         world: the ranks over which the parameters are sharded.
-        load: the function that loads this rank's elements; None for the optimizer's `load_state_dict`.
+        load: a function that takes a state dict with this rank's elements, and loads it; None for the optimizer's
+            `load_state_dict`.
 
     Raises:
         ValueError: the state was saved for different parameters.
         ValueError: `saved` is a rank's own state, and was saved by a different rank, with a different number of ranks,
             or for a different shard.
-        RuntimeError: the ranks pass different full states, or own states with different settings.
+        RuntimeError: the ranks pass different full states.
+        RuntimeError: each rank passes its own state, and these states differ in their parameter groups, or were saved
+            with different numbers of ranks.
     """
     state: States = saved["state"]
     # A full state must be the same on all ranks. If each rank passes its own state, compare only two of its entries,

@@ -181,7 +181,7 @@ def open_backend(
         The communicators, and the objects built on them.
 
     Raises:
-        RuntimeError: a package is missing.
+        RuntimeError: `device` is a GPU, and CuPy is missing or several NCCL libraries are loaded.
         RuntimeError: `init_method` is "env://", and MASTER_ADDR or MASTER_PORT is not set.
         RuntimeError: not all ranks called this in time.
         RuntimeError: arguments, package versions or `facts` differ between ranks.
@@ -343,8 +343,8 @@ def _divide(
 ) -> _Division:
     """Return the ranks between which the shards are divided according to `shard_over`, and their communicators.
 
-    Collective: every rank must call it. With several hosts, it also logs over which ranks parameters are sharded or
-    all-gathered, unless they are sharded over all ranks and `gather` is "peer".
+    Collective: every rank must call it. With several hosts, the result is also logged, unless parameters are sharded
+    over all ranks and `gather` is "peer".
 
     Args:
         rank: this process's rank.
@@ -532,7 +532,8 @@ def _join(rank: int, size: int, device: torch.device, timeout: timedelta, init_m
     device: this rank's device. If it is a GPU, the group uses NCCL for GPU tensors and gloo for CPU tensors.
     timeout: the longest time to wait for other ranks.
     init_method: the URL at which the ranks meet.
-    monitor: its method `meet` first waits until all ranks have arrived. If some do not, its error names them.
+    monitor: its method `meet` is called first. It waits until all ranks have arrived. If some ranks do not arrive in
+        time, it raises an error that names them.
     """
     if dist.is_initialized():
         return
@@ -600,9 +601,9 @@ def _smallest_copied(
 ) -> int | None:
     """Return the minimum size in bytes of a shard that is exchanged with peer copies, or None to use only collectives.
 
-    Peer copies read and write the memory of other ranks directly. Only collectives are used if the user chose them, or
-    if the ranks `members` cannot access each other's memory. Collectives are also the default on the CPU, where peer
-    copies are slower. Collective: every rank must call it.
+    Peer copies read and write the memory of other ranks directly. Only collectives are used if `gather` is "collective"
+    or "two-level", or if the ranks `members` cannot access each other's memory. With `gather="auto"`, only collectives
+    are used on the CPU, where peer copies are slower. Collective: every rank must call it.
 
     rank: this process's rank, for the log.
     device: this rank's device.

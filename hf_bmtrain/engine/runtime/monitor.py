@@ -88,10 +88,11 @@ class Monitor:
         """
 
     def missing(self) -> str:
-        """Describe the ranks that others currently wait for, to be added to an error message after a timeout.
+        """Return a description of the ranks for which other ranks are waiting, for an error message after a timeout.
 
-        The description says how long the other ranks have waited, and in which operations. For each rank that they wait
-        for, it gives the line of the program that the rank is executing, and why it has not joined these operations.
+        The description says how long the other ranks have waited, and in which operations. For each rank for
+        which they wait, it gives the line of the program that the rank is executing, and why that rank has not joined
+        these operations.
         """
         return ""
 

@@ -83,8 +83,9 @@ class World:
     """The ranks that train together, with this process's rank, device and communicators.
 
     `init_distributed` creates the World of all ranks, and `current_world` returns it. With tensor parallelism, there is
-    a second World, for the parts of split tensors. It contains only the ranks that have the same part, so its `rank`,
-    `size`, `control` and communicators are those of these ranks.
+    a second World, for the parts of split tensors. It contains only the ranks that have the same part as this rank. Its
+    `rank` is this rank's index among these ranks, and its `size` is their number. Its `gather`, `reduce`, `shards`,
+    `shard_group` and `control` connect only these ranks.
 
     Attributes:
         rank: the rank of this process, 0 to size - 1.
@@ -101,7 +102,7 @@ class World:
             all ranks of the world, even if its other collectives stay inside a host.
         control: exchanges Python objects between the ranks.
         monitor: finds out what is wrong on other ranks, for example that they issue different operations.
-        inside: counts the forwards of layers and models that are running now, one inside another.
+        inside: counts the nested forwards of layers and models that are running.
         schedule: decides in forward and backward when blocks (transformer layers) are unsharded and resharded, and when
             their gradients are reduced.
         layer_features: creates, for each new block, the objects that decide when and how its forward is recomputed.
@@ -117,15 +118,16 @@ class World:
         saves_shards: whether this rank writes its shards to checkpoints. Of the ranks that store the same shard, only
             one does.
         norms: the communicator for gradient norms and for the search for inf and nan; None means `shard_group`. It is
-            set only in the second World of tensor parallelism, because norms and searches must cover all parts.
+            set only in the second World of tensor parallelism. It connects all ranks, because norms and searches must
+            cover all parts.
         grid: the tensor-parallel groups; None without tensor parallelism.
-        split_kind: a function that returns the StorageKind of parameters with `tp_mode=True`: it defines how and over
-            which ranks they are sharded. The function's argument is the dimension on which the parameters are split
-            over a tensor-parallel group, or -1 if they are not split. None without tensor parallelism.
+        split_kind: a function that returns the StorageKind of parameters with `tp_mode=True`. The StorageKind defines
+            how and over which ranks these parameters are sharded. The function's argument is the dimension on which
+            they are split over a tensor-parallel group, or -1 if they are not split. None without tensor parallelism.
         poison: whether to fill memory with NaN before it is written and when it is freed. For debugging: code that
             reads the memory too early or too late then computes NaN.
         buffers: counts the flat buffers.
-        kept: {folder of checkpoints: what `save_state` keeps from one checkpoint in it to the next, such as the host
+        kept: {folder of checkpoints: what `save_state` keeps for the next checkpoint in this folder, such as the host
             memory for copies}.
         copying: one event for each checkpoint that a thread is saving, set when the values have been copied. Before an
             optimizer modifies weights, the host waits for all these events.

@@ -122,8 +122,8 @@ class ShardedBuffer:
         """Set the tensor that later all-gathers send, and the memory that they fill.
 
         Called when the memory is allocated, and again if all-gathers are to send another tensor from then on, such as a
-        copy of the shard that is rounded to 8 bits. At the call, the full buffer must be resharded, and no all-gather
-        of it may be running.
+        copy of the shard that is rounded to 8 bits. Before the call, the full buffer must be resharded, and no
+        all-gather of it may be running.
 
         Args:
             source: (n,) the tensor that this rank sends: the shard, or another form of it, such as a rounded copy.
@@ -214,8 +214,9 @@ class ShardedBuffer:
     def keep_address(self) -> None:
         """Keep the memory of the full buffer when the buffer is resharded, so that its address does not change.
 
-        CUDA graphs read the full parameters at the addresses that they were recorded with. `gather` still fills the
-        memory again after each `reshard`. If `route` sets other memory to fill, that memory is kept instead.
+        A CUDA graph needs this: it always reads the full parameters at the addresses they had when the graph was
+        recorded. `gather` still fills the memory again after each `reshard`. If a later `route` sets another `target`,
+        the memory of that target is kept instead.
         """
         self.keeps_address = True
         if self._target is not None:
@@ -235,9 +236,10 @@ class ShardedBuffer:
     def take_part(self) -> None:
         """Take part in an all-gather of this flat buffer that only other ranks need, and discard the result.
 
-        Called in an uneven model, that is, one whose ranks may enter different blocks: for example, if other ranks
-        enter a block that this rank does not enter now. Collective: every rank must call either this or `gather`. If
-        this rank's full buffer is filled already, it stays filled, and the result is received in temporary memory.
+        Called in an uneven model, whose ranks may enter different blocks. For example, this rank calls it when other
+        ranks enter a block that this rank does not enter. Collective: every rank must call either this or `gather`. If
+        this rank's full buffer is filled already, the buffer stays filled, and the result is received in temporary
+        memory.
         """
         if self._state is State.SHARDED or self._filled_version != self.shard._version:
             self.gather()
@@ -356,8 +358,8 @@ class ShardedBuffer:
         Collective: every rank must call it. Each tensor is divided between the ranks like its parameter.
 
         Args:
-            values: {index of a parameter: this rank's elements of a tensor, 1-D, as many as the local parameter has}.
-                All have one dtype.
+            values: {index of a parameter: a 1-D tensor with this rank's elements}. Each tensor has as many elements as
+                the local parameter. All tensors have the same dtype.
 
         Returns:
             {index: tensor of the parameter's full shape}. All are views of one new flat tensor on the shard's device.

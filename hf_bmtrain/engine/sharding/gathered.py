@@ -19,21 +19,22 @@ Wholes = dict[DistributedParameter, torch.nn.Parameter]
 
 @contextmanager
 def gathered(what: torch.nn.Module | Iterable[torch.Tensor] | torch.Tensor, modify: bool = False) -> Iterator[Any]:
-    """Make full parameters available inside a `with` block, to read or modify them.
+    """Context manager that makes full parameters available, to read or modify them.
 
-    Collective: every rank must enter and leave the block. The full parameters are copies on each rank's device. All
+    Collective: every rank must enter and leave the context. The full parameters are copies on each rank's device. All
     copies exist at the same time, so the device needs memory for all of them. They have no `.grad`, and gradients are
-    disabled inside the block. If tensor parallelism splits a tensor, the copy is this rank's part of it.
+    disabled inside the context. If tensor parallelism splits a tensor, the copy is this rank's part of it.
 
-    If `what` is a module, calling it, one of its submodules or their `state_dict()` inside the block raises
-    RuntimeError. If the code in the block raises an exception, nothing is written back.
+    If `what` is a module, calling it or one of its submodules inside the context raises RuntimeError. So does calling
+    the method `state_dict` of any of them. If the code inside the context raises an exception, nothing is written back.
 
     Args:
-        what: a module, whose attributes and `parameters()` are full parameters inside the block; or one or several
-            sharded parameters.
-        modify: whether to write the values back at the end. All ranks get rank 0's values. (If tensor parallelism
-            splits a parameter, all ranks with the same part get the values of the first of them.) The float32 masters
-            that AdamOptimizer keeps for half-precision weights are changed so that they round to the new values.
+        what: a module, or one or several sharded parameters. Inside the context, all parameters of the module and its
+            submodules are full.
+        modify: whether to write the values back when the context ends. All ranks get rank 0's values. (If tensor
+            parallelism splits a parameter, all ranks with the same part get the values of the first of these ranks.)
+            The float32 masters that AdamOptimizer keeps for half-precision weights are changed so that they round to
+            the new values.
 
     Returns:
         A context manager. It yields the module or, for one or several parameters, a list of the full parameters.
@@ -41,7 +42,7 @@ def gathered(what: torch.nn.Module | Iterable[torch.Tensor] | torch.Tensor, modi
     Raises:
         TypeError: `what` is neither a module, a tensor nor an iterable, or `modify` is neither True nor False.
         ValueError: the tensor `what`, or an item of the iterable `what`, is not a sharded parameter.
-        RuntimeError: in these cases, at the end of the block and before anything is written:
+        RuntimeError: in these cases, when the context ends and before anything is written:
 
             * Values were changed without `modify`.
             * Values of quantized weights, which are read-only, were changed.

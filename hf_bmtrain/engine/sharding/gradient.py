@@ -55,9 +55,9 @@ class GradientBuffer:
             module.
         requires_grad: for each local parameter, whether it requires a gradient. Setting the parameter's own
             `requires_grad` changes this entry.
-        full_params_require_grad: for each full parameter, whether it requires a gradient now. A change of
-            `requires_grad` has an effect on it only in the next forward (see `require_grad`). The list itself is
-            never changed, only replaced, so that callers may keep it.
+        full_params_require_grad: for each full parameter, whether it requires a gradient now. If the user changes
+            `requires_grad` of a local parameter, the next forward replaces this list by another one (see
+            `require_grad`). A list is never modified, so callers may keep it.
         trained: for each local parameter, whether it required a gradient in any call of `send` so far, or whether a
             loaded checkpoint says that it was trained.
         number: the number of the flat buffer in the order of creation. It identifies the buffer in the collective log,
@@ -131,13 +131,15 @@ class GradientBuffer:
     def require_grad(self, required: Sequence[bool]) -> None:
         """Set `requires_grad` of the full parameters.
 
-        Users freeze the local (sharded) parameters, which are in `model.parameters()`, but autograd uses the full ones.
-        So this is called before each training forward of a block, with `requires_grad` of the local parameters, and
-        before the block's backward, with the values that its forward used. (A later forward may have set other values,
-        because the user has frozen parameters in between. With those values, autograd would drop gradients of the
-        earlier forward.)
+        Users set `requires_grad` of the local (sharded) parameters, which are in `model.parameters()`, but autograd
+        uses the full parameters. So blocks call this method at two times:
 
-        Root parameters are read as separate Parameters, which `OnDemandGather.read` chooses accordingly.
+        * Before a training forward of the block, with `requires_grad` of the local parameters.
+        * Before the backward of this forward, with the values that the forward used. Otherwise, if the user has frozen
+          parameters and run another forward in between, autograd would drop gradients of the earlier forward.
+
+        Root parameters do not need this: `OnDemandGather.read` returns separate Parameters for them, with the right
+        `requires_grad`.
 
         required: for each full parameter, whether it requires a gradient.
         """
@@ -272,8 +274,8 @@ class GradientBuffer:
         Frozen parameters are left out, because they get no `.grad`. So are parameters that have a `.grad` from an
         earlier backward, because the mean is added to it in any case.
 
-        lacking: the indices of full parameters whose `.grad` is None. Those whose gradient was passed to `collect` were
-            used nevertheless.
+        lacking: the indices of full parameters whose `.grad` is None. Some of these parameters may have been used, and
+            their gradients passed to `collect`. They are left out, too.
         """
         present = self._gradients
         self._absent = [
@@ -426,10 +428,10 @@ class GradientBuffer:
         return self._squares[indices[0] : indices[-1] + 1]
 
     def wide(self, start: int, stop: int) -> torch.Tensor | None:
-        """Return elements start:stop of this rank's running sum of gradients, before it is rounded into `shard`.
+        """Return elements start:stop of the sum of several backwards' gradients, in float32 or wider, as a view.
 
-        Optimizers use this sum instead of a half-precision `.grad`, because it is more precise. The result is a view in
-        float32 or wider. Returns None in two cases:
+        `shard` contains this sum, rounded to its own dtype. Optimizers use the sum instead of a half-precision `.grad`,
+        because the sum is more precise. Returns None in two cases:
 
         * There is no sum, because the gradients come from a single backward (all were None before it).
         * `shard`, or a `.grad` that is a view of it, was written to after the last reduction.
@@ -443,13 +445,14 @@ class GradientBuffer:
     def _resume_total(self) -> None:
         """Prepare the running sum of gradients, to which another backward will be added.
 
-        The running sum of earlier backwards is kept if there is one, because it may be more precise than `.grad`. If
-        there is none, or if the user has written to a `.grad` in place, a new sum begins with the values of `shard`. It
-        is a float32 copy of a half-precision `shard`, or `shard` itself if it is float32 or wider.
+        The running sum of earlier backwards is kept if there is one, because the sum may be more precise than `.grad`.
+        If there is none, or if the user has written to a `.grad` in place, a new sum begins with the values of `shard`.
+        The new sum is a float32 copy of a half-precision `shard`. If `shard` is float32 or wider, the new sum is
+        `shard` itself.
 
         The user may also have replaced the `.grad` of a parameter, or set it to None. The parameter's part of the sum
-        is then overwritten with the present `.grad`, or with zeros if it is None. The user may still refer to the
-        former `.grad`, so it is copied to other memory.
+        is then overwritten with the present `.grad`, or with zeros if the present `.grad` is None. The former `.grad`
+        is copied to other memory, because the user may still refer to it.
         """
         if self.shard is None:
             self.shard = torch.zeros_like(self._like)

@@ -26,7 +26,7 @@ class _Saved:
 class OnDemandGather:
     """All-gathers a flat buffer of root parameters (outside blocks) when it is read, and reshards it after use.
 
-    When it is resharded depends on where its parameters are read:
+    The time at which the buffer is resharded depends on where its parameters are read:
 
     * Usually, all reads are inside the context `watch`, which sees every tensor that autograd saves. The buffer can
       then be resharded early, when autograd keeps no view of its parameters. An embedding saves no view of its weight,
@@ -293,9 +293,9 @@ class OnDemandGather:
             A list that contains the GradientBuffer of the flat buffer. The list is empty in three cases:
 
             * All parameters are frozen.
-            * The number of training forward passes that have read them since the last backward is not one.
-            * They were ever read in such a way that backward may compute the gradient at any time (see `note_read` and
-              `count_pass`).
+            * Since the last backward, no training forward pass has read them, or more than one.
+            * `note_read` or `count_pass` has ever recorded a read whose gradient may be computed at any point of a
+              backward.
         """
         if self._passes != 1 or self._read_elsewhere or not self._buffer.gradient.trainable:
             return []

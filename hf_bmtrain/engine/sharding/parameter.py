@@ -246,8 +246,8 @@ class DistributedParameter(ShardBase, torch.nn.Parameter):
 
         Returns:
             The full parameter, of `full_shape`. If tensor parallelism splits the tensor, `full_shape` is the shape of
-            one part. The result is then all parts, joined on dimension `tp_split_dim`: tp_size times the size of a part
-            on this dimension.
+            one part, and the result consists of all parts, joined on dimension `tp_split_dim`. On this dimension, the
+            result is tp_size times as large as one part.
         """
         return self.buffer.storage.whole(self.index, self.gather().detach())
 
@@ -272,9 +272,10 @@ class DistributedParameter(ShardBase, torch.nn.Parameter):
     def mark(self, full: Any) -> None:
         """Give `full`, a full copy of this parameter, the attributes that it needs if it is sharded later.
 
-        These are `init_method`, `group` and, if this parameter is split by tensor parallelism or has `tp_mode=True`,
-        `storage_kind`, by which the copy is sharded over the same ranks. You need not call this method:
-        `copy.deepcopy` does, and so does `auto_wrap` when it shards a sharded parameter again.
+        These are `init_method` and `group`. If this parameter was created with `tp_mode=True`, or is a part of a tensor
+        that tensor parallelism splits, the copy also gets the attribute `storage_kind`, so that it is later sharded
+        over the same ranks. You need not call this method: `copy.deepcopy` calls it, and so does `auto_wrap` when it
+        shards a sharded parameter again.
 
         Args:
             full: a tensor with the values of the full parameter.
@@ -290,8 +291,9 @@ class DistributedParameter(ShardBase, torch.nn.Parameter):
         Collective: every rank must call it.
 
         Returns:
-            The content of `.grad` of all ranks (the averaged gradient), as a new tensor of `full_shape`. None if
-            `.grad` is None, which must be so on all ranks or on none; a backward ensures this.
+            The averaged gradient, as a new tensor of `full_shape`. Each rank contributes the elements in its `.grad`.
+            None if `.grad` is None. Either all ranks or no rank must have a `.grad`; after a backward, this is always
+            so.
         """
         return None if self.grad is None else self.placement.gather(self.grad.as_subclass(torch.Tensor))
 
@@ -427,8 +429,8 @@ def is_part(parameter: object) -> bool:
 def is_read_only(parameter: object) -> bool:
     """Return whether `parameter` is a quantized sharded parameter, which can be neither written nor trained.
 
-    Called when a checkpoint is saved, because it cannot contain such a parameter, and when a checkpoint is loaded,
-    because the loaded values cannot be written to such a parameter.
+    Called when a checkpoint of the full model is saved, which cannot contain such parameters, and when a checkpoint is
+    loaded, because loaded values cannot be written to such a parameter.
     """
     return isinstance(parameter, DistributedParameter) and parameter.buffer.storage.read_only is not None
 

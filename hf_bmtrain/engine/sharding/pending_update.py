@@ -56,8 +56,8 @@ class PendingUpdate:
         """Make later all-gathers of `shard` wait until every rank has completed the update that `begin` registered.
 
         Called in an optimizer's step, after `begin`. It is needed for peer copies: without it, another rank could copy
-        the shard from this rank's memory before the update has written it. If the shard is gathered by collectives, it
-        does nothing, because each rank waits for its own update before it joins the all-gather.
+        the shard from this rank's memory before the update has written it. If the shard is gathered by collectives,
+        this method does nothing, because each rank waits for its own update before it joins the all-gather.
 
         Collective: every rank must call it, for the same flat buffers in the same order.
 

@@ -72,9 +72,9 @@ def find_slots(modules: Iterable[torch.nn.Module]) -> list[Slot]:
 
 
 def tensor_facts(model: torch.nn.Module) -> dict[str, str]:
-    """Describe the parameters and buffers (`register_buffer`) of `model` by strings that must be equal on all ranks.
+    """Describe the class, parameters and buffers (`register_buffer`) of `model`, to compare them between ranks.
 
-    Returns {name: string}, for `World.check_same_on_all_ranks`.
+    Returns {name: description}, for `World.check_same_on_all_ranks`. The descriptions must be equal on all ranks.
     """
     facts: dict[str, str] = {"class": type(model).__qualname__}
     first: dict[int, str] = {}
@@ -114,8 +114,9 @@ def shard_places(
         world: the ranks over which the parameters are sharded. A storage kind may choose fewer (`StorageKind.share`).
         places: (module, name, parameter) of each entry of a module's `_parameters` to be set to a local parameter.
         reduction: averages the gradients over the ranks, unless a storage kind chooses another reduction.
-        kind_of: a function that takes a parameter and returns its storage kind. If it returns None, as by default, the
-            kind is the parameter's attribute `storage_kind`, or PLAIN if there is no such attribute.
+        kind_of: a function that takes a parameter, and returns its storage kind or None. If None, the storage kind is
+            the parameter's attribute `storage_kind`, or PLAIN if there is no such attribute. By default, the function
+            always returns None.
         separate: the `id(parameter)` of each parameter that must not share a buffer with the others, for example
             because adapters are to have flat buffers of their own.
 

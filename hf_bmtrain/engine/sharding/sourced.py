@@ -60,9 +60,9 @@ class SourcedParameter(torch.nn.Parameter):
     def divide(self, rank: int, size: int) -> None:
         """Replace `values`, which must contain all elements, by a copy of this rank's share in host memory.
 
-        Called for a loaded parameter that is not memory-mapped from a file, or not on every rank. The share is one of
-        `size` equal parts of the elements; the last shares are padded with zeros if the number of elements is not a
-        multiple of `size`.
+        Called for a loaded parameter, unless it is memory-mapped from a file on every rank. The share is one of `size`
+        equal parts of the elements. If the number of elements is not a multiple of `size`, the last shares are padded
+        with zeros.
 
         Args:
             rank: the index of this rank, from 0 to size - 1.

@@ -25,10 +25,13 @@ def unexpanded(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class StateDict(OrderedDict):
-    """This rank's state dict. All ranks fill theirs at the same time, because the full tensors are all-gathered.
+    """A state dict that is filled with copies of full tensors on the CPU. Tied weights share one copy.
+
+    All ranks fill their StateDicts at the same time, because the full tensors are all-gathered.
 
     Args:
-        keep: whether this rank keeps the values. If not, it takes part in the all-gathers, but stores empty tensors.
+        keep: whether this rank keeps the values. If not, this rank takes part in the all-gathers, but stores empty
+            tensors.
 
     Attributes:
         copies: the tensors that `copy_to_cpu` has returned, as {source: tensor}.
@@ -105,11 +108,11 @@ def copy_full_params(destination, slots: Sequence[Slot], collect) -> None:
 def gather_state_dict(model: torch.nn.Module, keep: bool) -> OrderedDict:
     """Return a copy of the full state dict of `model` on the CPU, in which tied weights share memory.
 
-    Called before full weights are written to a file, usually by rank 0 only, as in `bmt.save`. Collective: every rank
-    must call it.
+    Called before full weights are written to a file, for example by `bmt.save`. Collective: every rank must call it,
+    even if only rank 0 writes the file.
 
-    keep: whether this rank keeps the values. If not, it takes part in the collectives, but the tensors in the state
-        dict that it returns are empty.
+    keep: whether this rank keeps the values. If not, this rank takes part in the collectives, but the tensors in the
+        returned state dict are empty.
     """
     destination = StateDict(keep)
     # Call the `state_dict` of the model's class. When Trainer saves a model, hf/staging.py may have replaced the

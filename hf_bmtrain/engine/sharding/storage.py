@@ -50,8 +50,8 @@ class Storage:
         buffer: the flat buffer that owns this storage, referred to weakly. It is set before any method is called.
         prepares: whether `before_gather` does anything. If False, `before_gather` is not called.
         unpacks: whether `after_gather` does anything. If False, `after_gather` is not called.
-        read_only: None if the parameters can be written and trained. Otherwise a part of error messages, which says why
-            they cannot, and what the user can do instead.
+        read_only: None if the parameters can be written and trained. Otherwise a text for error messages: why the
+            parameters can be neither written nor trained, and what the user can do instead.
         full: the memory of the full parameters in their own dtype; None if the shard is the full buffer.
         has_fixed_addresses: whether everything that layers read of the parameters stays at the same addresses from step
             to step, once `ShardedBuffer.keep_address` was called. CUDA graphs need this.

@@ -24,8 +24,8 @@ class UnusedParameters:
         number: the flat buffer's number in the order of creation, the same on every rank.
 
     Attributes:
-        sent: the number of reductions of the flat buffer that were started so far, which is part of the key of a post.
-            GradientBuffer increments it.
+        sent: the number of gradient reductions of the flat buffer that were started so far. GradientBuffer increments
+            it. The number is part of the key under which a post is stored.
     """
 
     def __init__(self, control: ObjectComm, number: int) -> None:

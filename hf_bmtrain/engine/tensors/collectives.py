@@ -1,7 +1,7 @@
 """Make functions of torch.nn.init and torch.distributed call `__torch_function__` of sharded tensors.
 
-In torch, these functions ignore `__torch_function__` of their arguments. (From torch 2.12 on, those of
-torch.distributed call it themselves.)
+In torch, these functions ignore `__torch_function__` of their arguments. (From torch 2.12 on, the functions of
+torch.distributed call `__torch_function__` themselves, and are not changed here.)
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ def override_collectives(kinds: tuple[type, ...]) -> None:
     Without this, `all_reduce` of a sharded tensor, for example, would add up the ranks' memory, in which each rank has
     different elements of the full tensor. Nothing changes for other tensors, or for functions that call
     `__torch_function__` already. A module that imported a function by name before this call keeps the original one.
-    Called when the module `tensor` is imported, if torch is older than 2.12.
+    The file tensor.py calls this when it is imported, if torch is older than 2.12.
 
-    kinds: the tensor subclasses to which this applies: the classes of sharded tensors, and `WholeCopy`, the class of
-        `parameter[0]` and other views of a temporary full copy of a sharded tensor.
+    kinds: the tensor subclasses whose `__torch_function__` is called: the classes of sharded tensors, and `WholeCopy`,
+        the class of `parameter[0]` and other views of a temporary full copy of a sharded tensor.
     """
     for name in _NAMES:
         function: Any = getattr(distributed_c10d, name)
@@ -50,12 +50,14 @@ def override_collectives(kinds: tuple[type, ...]) -> None:
 def override_initializers(kinds: tuple[type, ...]) -> Callable[[], None]:
     """Make `orthogonal_` and `sparse_` of torch.nn.init call `__torch_function__` of tensors of the classes `kinds`.
 
-    Without this, each rank would draw a different matrix and keep its own elements of it. The elements of all ranks
-    would not form an orthogonal matrix, or one with the requested sparsity. `init_distributed` calls this if there are
-    several ranks. A module that stored a function before this call keeps the original one. This includes
-    `transformers.initialization` if it was imported before.
+    Without this, each rank would draw a different matrix, and keep its own elements of this matrix. Together, the
+    elements of all ranks would then form a matrix that is not orthogonal, or does not have the requested sparsity.
 
-    kinds: the classes of sharded tensors, and `WholeCopy`, the class of views of a temporary full copy of one.
+    `init_distributed` calls this function if there are several ranks. A module that stored one of the two original
+    functions before this call keeps it. `transformers.initialization` does so when it is imported.
+
+    kinds: the tensor subclasses whose `__torch_function__` is called: the classes of sharded tensors, and `WholeCopy`,
+        the class of views of a temporary full copy of a sharded tensor.
 
     Returns a function that restores the original functions.
     """

@@ -76,11 +76,11 @@ to exclude vectors from weight decay."""
 
 
 def name_of(function: Any) -> str:
-    """Return the name of a torch function in the tables of this module, such as ELEMENT_WISE and SHAPES.
+    """Return the name by which to look up a torch function in the tables of this module, such as ELEMENT_WISE.
 
-    Used to look up in these tables how the function acts on sharded tensors. Variants of a function have the same name,
-    such as "add" for `torch.add`, `__add__` and `_foreach_add`. In-place variants have a name that ends in `_`, such as
-    "add_" for `__iadd__` and `_foreach_add_`.
+    The tables say how functions act on sharded tensors. Variants of a function have the same name, such as "add" for
+    `torch.add`, `__add__` and `_foreach_add`. In-place variants have a name that ends in `_`, such as "add_" for
+    `__iadd__` and `_foreach_add_`.
     """
     name = getattr(function, "__name__", "")
     if name == "__get__":

@@ -20,14 +20,15 @@ def join_neighbours(tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
         tensors: at least one tensor.
 
     Returns:
-        Tensors that together have the elements of `tensors` and share their memory: a 1-D view in place of each run of
-        adjacent tensors of one dtype, and all other tensors unchanged. If no two of the first four tensors are
-        adjacent, or if a tensor is not contiguous, the result is `tensors` itself.
+        Tensors that together have the same elements as `tensors`, in the same memory. One 1-D view replaces each run of
+        adjacent tensors of the same dtype. All other tensors are returned unchanged. If no two of the first four
+        tensors are adjacent, or if a tensor is not contiguous, the result is `tensors` itself.
     """
     # Return early if there is nothing to join. To find out quickly, look only at the first four tensors. A model's
-    # parameters (or their gradients) usually begin with one or two embeddings, which may not be adjacent, followed by
-    # the parameters of the first layer, which are. So if a list has adjacent tensors, some of its first four are
-    # adjacent. The state tensors of torch's optimizers are allocated one by one, so they cannot be joined.
+    # parameters (or their gradients) usually begin with one or two embeddings, which may not be adjacent. They are
+    # followed by the parameters of the first layer, which are adjacent. So if a list has adjacent tensors, some of its
+    # first four are adjacent. The state tensors of torch's optimizers are allocated one by one, so they cannot be
+    # joined.
     if not any(_follows(second, first) for first, second in pairwise(tensors[:4])):
         return tensors
     if not all(map(torch.Tensor.is_contiguous, tensors)):

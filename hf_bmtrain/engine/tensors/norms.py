@@ -16,7 +16,7 @@ _CALLERS = 12
 
 
 class SegmentNorms:
-    """Computes the 2-norms of all tensors of a flat buffer over all ranks, in one pass and one all-reduce.
+    """Computes the 2-norm, over all ranks, of each tensor of a flat buffer, in one pass and one all-reduce.
 
     A segment is the part of this rank's shard that belongs to one tensor. It may also include the padding after this
     part, which must be zero.
@@ -48,7 +48,7 @@ class SegmentNorms:
         self._squares, self._measured = squares, version
 
     def __getitem__(self, index: int) -> torch.Tensor:
-        """Return the 2-norm over all ranks of one tensor of the flat buffer, as a new float32 scalar.
+        """Return the 2-norm, over all ranks, of one tensor of the flat buffer. The result is a new float32 scalar.
 
         Collective if the norms are not cached.
 
@@ -61,9 +61,9 @@ class SegmentNorms:
         return len(self._segments)
 
     def local_squares(self) -> torch.Tensor:
-        """Return the sum of squares of this rank's elements of each tensor in the flat buffer. Not collective.
+        """Return, for each tensor of the flat buffer, the sum of squares of this rank's elements. Not collective.
 
-        `norms_of` adds up the results of all ranks. The result is a float64 tensor (k,) for the k tensors.
+        The result is (k,) float64, for the k tensors. `norms_of` adds up the results of all ranks.
         """
         if self._squares is not None and self._measured == self._shard._version:
             return self._squares
@@ -109,7 +109,7 @@ def _measure(stale: Sequence[SegmentNorms]) -> None:
 def note_clipping(collective_log: CollectiveLog) -> None:
     """Record in `collective_log` the arguments of `torch.nn.utils.clip_grad_norm_`, if it is on the call stack.
 
-    The ranks compare their logs, which shows whether they clip to different norms. The arguments are read from the
+    The ranks compare their logs, and so find out if they clip to different norms. The arguments are read from the
     local variables of `clip_grad_norm_`, because it does not pass them to the functions that it calls.
     """
     frame = sys._getframe(1)

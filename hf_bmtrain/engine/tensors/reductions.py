@@ -1,12 +1,15 @@
 """Reductions of each sharded tensor to one number over all ranks, such as a norm or sum, without gathering elements.
 
 Each function in REDUCTIONS takes the arguments of the torch function that it replaces. It is collective: every rank
-must call it. It returns NotImplemented, without communicating, if it would need the full tensors, for example for a sum
-over one dimension. It also does so if an argument has another name that torch accepts, such as `axis` for `dim` (such
-arguments are in `others`). In both cases, the caller gathers the full tensors.
+must call it. In two cases, the function returns NotImplemented without communicating, and the caller gathers the full
+tensors:
 
-If tensor parallelism splits a tensor, the norm of each part is the norm of the tensor before the split, but the sum and
-mean of each part are those of the part alone.
+* The function would need the full tensors, for example for a sum over one dimension.
+* The caller passed an argument by an alternative name that torch accepts, such as `axis` instead of `dim`. (The
+  parameter `others` collects such arguments.)
+
+If tensor parallelism splits a tensor into parts, the norm of a part is the norm of the tensor before the split. The sum
+and mean of a part include only the elements of this part.
 """
 
 from __future__ import annotations

@@ -13,9 +13,9 @@
 * Any other function acts on full tensors, which are gathered on every rank, and returns full tensors. If it writes to
   its arguments, the changes are copied back to the sharded tensors.
 
-Reductions and functions of full tensors are collective: every rank must call them. So are some functions that write to
-a plain tensor, such as `plain.add_(sharded)`, and, if every host stores all shards, functions that draw random
-numbers.
+The following functions are collective, so every rank must call them: reductions, functions of full tensors, some
+functions that write to a plain tensor (such as `plain.add_(sharded)`) and, if every host stores all shards, functions
+that draw random numbers.
 """
 
 from __future__ import annotations
@@ -211,11 +211,11 @@ class ShardBase:
         """
 
     def read_full(self) -> torch.Tensor:
-        """Return the full tensor, (`full_shape`), all-gathered into new memory. Each subclass implements it.
+        """Return the full tensor, of shape `full_shape`, all-gathered into new memory. Each subclass implements it.
 
-        Collective: every rank must call it. Torch functions that need all elements call it. Users call
-        `DistributedParameter.gather`, which returns the same. If tensor parallelism splits a tensor, the result is
-        this rank's part of the tensor, which has the shape `full_shape`, and not the tensor before the split.
+        Collective: every rank must call it. Torch functions that need all elements of this tensor call it. Users call
+        `DistributedParameter.gather`, which returns the same tensor. If tensor parallelism splits a tensor into parts,
+        the result is this rank's part, which has the shape `full_shape`, and not the tensor before the split.
 
         The result is differentiable if gradients are enabled and this tensor is a parameter that requires a gradient.
         Backward then averages the gradient of the result over the ranks, and adds this rank's elements of the mean to
@@ -309,7 +309,7 @@ class ShardTensor(ShardBase, torch.Tensor):
         return made
 
     def read_full(self) -> torch.Tensor:
-        """Return the full tensor, (`full_shape`), all-gathered into new memory, without autograd history.
+        """Return the full tensor, of shape `full_shape`, all-gathered into new memory, without autograd history.
 
         Collective: every rank must call it.
 
@@ -471,17 +471,18 @@ class CopySource:
 
 
 def _pass_on(sources: Sequence[CopySource], view: torch.Tensor | None) -> str | None:
-    """Copy what was written to temporary full copies back to their sharded tensors.
+    """Update sharded tensors after their temporary full copies were written.
 
-    If a sharded tensor has changed since it was copied, only the elements of `view` are copied back to it.
+    All elements are copied from a full copy to its sharded tensor. But if the sharded tensor has changed since the full
+    copy was made, only the elements of `view` are copied.
 
     sources: the sharded tensors, each with its full copy.
     view: the written view of one of these copies, if the write replaced all elements of the view without reading them;
         otherwise None.
 
     Returns:
-        None if all values were copied back. Otherwise, the reason for the error: a sharded tensor has changed since it
-        was copied, and `view` is not a view of its copy.
+        None if all sharded tensors were updated. Otherwise, the reason for the error that the caller raises: a sharded
+        tensor has changed since its full copy was made, and `view` is not a view of this copy.
     """
     for source in sources:
         problem = source.pass_on(view if view is not None and source.holds(view) else None)
@@ -491,11 +492,13 @@ def _pass_on(sources: Sequence[CopySource], view: torch.Tensor | None) -> str | 
 
 
 def _read_only(value: Any, copies: Sequence[torch.Tensor], sources: Sequence[CopySource]) -> Any:
-    """Protect a function's result from writes that would be lost, if it may be a view of a temporary full copy.
+    """Return `value`, the result of a function, in a form in which later writes to it are passed on or refused.
 
-    A tensor that is a view of one of `copies` is returned as a WholeCopy, which passes writes on to the sharded tensor
-    or raises an error. A NumPy array becomes read-only. Any other value is returned unchanged.
+    Writes would be lost if `value` is a view of a temporary full copy of a sharded tensor. A tensor that is a view of
+    one of `copies` is therefore returned as a WholeCopy, which passes writes on to the sharded tensor or raises an
+    error. A NumPy array becomes read-only, because it may be such a view. Any other value is returned unchanged.
 
+    value: the result, or one tensor or array of it.
     copies: the full copies of sharded tensors with which the function was called.
     sources: the copies whose views may be written, each with its sharded tensor. Writes to a view of any other copy
         raise an error.
@@ -605,10 +608,10 @@ class _Call:
             return ShardTensor.of(result.detach(), first.placement)
 
     def _view(self, first: Any) -> Any:
-        """Apply the intercepted function, one such as `view`, to the sharded tensor `first`.
+        """Apply a function that changes only the shape, such as `view`, to the sharded tensor `first`.
 
-        Returns a sharded tensor that shares the memory of `first`. Its full shape is the shape that the function would
-        return for the full tensor.
+        Returns a sharded tensor that shares the memory of `first`. Its full shape is the shape of the function's result
+        for the full tensor.
         """
         with WithoutTorchFunction():
             shape = self.func(*replace_tensors(_on_meta, self.args), **replace_tensors(_on_meta, self.kwargs)).shape
@@ -678,8 +681,8 @@ class _Call:
     def _write(self, written: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
         """Apply an in-place function to this rank's elements, without recording it for autograd, and return `written`.
 
-        However, if gradients are enabled and `written` is a leaf that requires a gradient, they stay enabled, so that
-        torch raises its usual error.
+        However, if gradients are enabled and `written` is a leaf that requires a gradient, gradients stay enabled
+        during the call, so that torch raises its usual error.
 
         written: the argument that the function writes to.
         args, kwargs: the arguments of the function, in which full tensors are replaced by this rank's elements.
@@ -760,9 +763,9 @@ class _Call:
         """Return the tensors to pass instead of `members` to a function such as `_foreach_add_(plain, sharded)`.
 
         `_aligned` calls this if the function writes to plain tensors. With the returned tensors, the function acts on
-        this rank's elements. Returns None if it must act on full tensors instead. Raises RuntimeError if the plain
-        tensor has neither the shape (n,) of this rank's elements nor the full shape. Collective if the sharded tensors
-        have fewer than two dimensions.
+        this rank's elements. Returns None if the function must act on full tensors instead. Raises RuntimeError if the
+        plain tensor has neither the shape (n,) of this rank's elements nor the full shape. Collective if the sharded
+        tensors have fewer than two dimensions.
 
         members: the arguments at the same position of each list, for example (plain[i], sharded[i]). The function
             writes to the first, which is a plain tensor.
@@ -788,10 +791,10 @@ class _Call:
         return None if any(each is None for each in operands) else operands
 
     def _many_results(self, lists: Sequence[Any], result: Any) -> Any:
-        """Make sharded tensors of the tensors that a function of lists, such as `torch._foreach_add`, has returned.
+        """Turn the result of a function of lists, such as `torch._foreach_add`, into sharded tensors, and return it.
 
-        An item of the result becomes a sharded tensor if one of `lists` has a sharded tensor at the same position. For
-        an in-place function, its first list is returned instead. A result that is not a list is returned unchanged.
+        An item of the result becomes a sharded tensor if one of `lists` has a sharded tensor at the same position. If
+        the function is in-place, its first list is returned instead. A result that is not a list is returned unchanged.
 
         lists: the lists that were passed to the function.
         result: what the function returned for this rank's elements.
@@ -1074,7 +1077,7 @@ def _on_alike(func: Callable, name: str, args: tuple, kwargs: dict[str, Any]) ->
 
 
 def _same_dtype(value: Any, tensors: Sequence[torch.Tensor]) -> Any:
-    """Return the second operand of a function such as `torch._foreach_mul_` in the dtype of the tensors that it writes.
+    """Convert `value`, the second operand of a function such as `torch._foreach_mul_`, to the dtype of `tensors`.
 
     For example, gradient clipping multiplies bfloat16 gradients by a float32 factor. On a GPU, torch would round the
     factor to bfloat16 anyway. If the factor has the tensors' dtype, one kernel multiplies many tensors. Otherwise,

@@ -5,8 +5,8 @@ has a different number of ranks than this package, or if the Trainer lacks this 
 Neither Accelerate nor transformers is imported here, because a program need not have them. If the program has imported
 them, they are found in `sys.modules`.
 
-If a group of ranks shares the rows (sequences) of a batch, this module changes Accelerate: its data loaders give the
-same batches to all ranks of the group, and `gather_for_metrics` returns each row once.
+If a group of ranks shares the rows (sequences) of a batch, this module changes Accelerate: Accelerate's data loaders
+then give the same batches to all ranks of the group, and `Accelerator.gather_for_metrics` returns each row once.
 """
 
 from __future__ import annotations
@@ -69,9 +69,12 @@ def check_trainer(model: torch.nn.Module, size: int) -> None:
     Without this callback, the Trainer would scale some losses by the number of ranks, and would hang when rank 0 saves
     alone. Called before each training forward if there are several ranks and transformers.trainer has been imported.
 
-    The Trainer is found in the call stack: this function looks for a call of `Trainer.training_step`. It raises nothing
-    if there is no such call, or if `model` is not part of the model that the Trainer trains (as for a sharded teacher
-    in distillation). Nor does it raise an error if the Trainer had the callback earlier and it was removed.
+    The Trainer is found in the call stack: this function looks for a call of `Trainer.training_step`. No error is
+    raised in these cases:
+
+    * There is no such call.
+    * `model` is not part of the model that the Trainer trains. An example is a sharded teacher in distillation.
+    * The Trainer had the callback earlier, but the callback was removed.
 
     Args:
         model: the sharded model.
@@ -186,7 +189,7 @@ def share_rows(model: torch.nn.Module, size: int) -> None:
 
 
 def ranks_per_row(model: Any) -> int:
-    """Return how many consecutive ranks share each row of a wrapped model's batches: 1 if every rank has its own."""
+    """Return how many consecutive ranks share each row of a model's batches: 1 if every rank has its own rows."""
     return getattr(model, _ROWS, 1)
 
 
@@ -212,10 +215,10 @@ def share_batches(model: torch.nn.Module, world: World) -> None:
 def divide_batches(model: torch.nn.Module, world: World) -> None:
     """Make Accelerate's data loaders give each rank batches of its own again, if `share_batches` has changed this.
 
-    Called when a model is wrapped whose ranks do not share rows (sequences). An earlier model may have needed
-    `share_batches`. If that model has been deleted, data loaders that Accelerate prepares from now on give each rank
-    different batches. If it still exists, nothing changes, and rank 0 logs a warning, because `model` would get the
-    same batches on several ranks.
+    Called when a model whose ranks do not share rows (sequences) is wrapped. An earlier model may have needed
+    `share_batches`. If the earlier model has been deleted, data loaders that Accelerate prepares from now on give each
+    rank different batches. If the earlier model still exists, nothing changes, and rank 0 logs a warning, because
+    `model` would get the same batches on several ranks.
 
     Args:
         model: the model that is being wrapped. Only the warning uses it.
@@ -242,9 +245,10 @@ def divide_batches(model: torch.nn.Module, world: World) -> None:
 def _gather_rows_once(kind: Any) -> None:
     """Make `Accelerator.gather_for_metrics` return each row of a batch once, even if several ranks share the row.
 
-    Only the rows of the first rank of each group are returned. Accelerate adds rows to an incomplete last batch, and
-    `gather_for_metrics` keeps only as many of the gathered rows as the batch had before. If the gathered rows contained
-    duplicates, it would remove the wrong rows. Nothing changes for Accelerators whose mesh is not a GroupMesh.
+    Only the rows of the first rank of each group are returned. Accelerate adds rows to an incomplete last batch. Of the
+    gathered rows, `gather_for_metrics` keeps only the first ones, as many as this batch had before rows were added. If
+    the gathered rows contained duplicates, it would keep the wrong rows. Nothing changes for Accelerators whose mesh is
+    not a GroupMesh.
 
     kind: the class accelerate.Accelerator. The class is changed, because a program may create its Accelerator later.
     """

@@ -38,8 +38,8 @@ class Extension:
     """Base class of extensions, which change how a model is wrapped. The methods do nothing by default.
 
     `wrap` calls the methods in the order of their definition here: the first method of every extension, then the second
-    method of every extension, and so on. If the model was wrapped before, so that `wrap` shards only new parameters, it
-    does not call `choose`, `prepare`, `separate` and `kind`.
+    method of every extension, and so on. If the model was wrapped before, `wrap` shards only new parameters, and calls
+    neither `choose`, `prepare`, `separate` nor `kind`.
     """
 
     def admit(self, model: torch.nn.Module, late: bool) -> None:
@@ -109,5 +109,5 @@ class Extension:
         """Make changes that need the sharded model, after the parameters of `plan.model` were sharded.
 
         For example, replace the forwards of modules, or add observers (objects whose methods are called during each
-        step). If `plan.late` is True, `connect` was already called for this model, when it was wrapped first.
+        step). If `plan.late` is True, `connect` was already called for this model, when the model was first wrapped.
         """

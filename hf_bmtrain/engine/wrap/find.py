@@ -36,10 +36,11 @@ def _may_be_block(item: torch.nn.Module | None) -> bool:
 def choose_chains(
     model: torch.nn.Module, blocks: Iterable[torch.nn.Module] | None
 ) -> tuple[list[Chain], list[torch.nn.ModuleList]]:
-    """Return the modules that become blocks, as chains in execution order, and the ModuleLists that contain them.
+    """Return the modules that become blocks, as chains, and the ModuleLists that contain them.
 
-    A chain is a list of blocks. While a block runs, the weights of the next block of its chain are prefetched, and in
-    backward those of the previous block. Later, `wrap` turns the ModuleLists into TransformerBlockLists.
+    A chain is a list of blocks in execution order. While a block runs in forward, the weights of the next block of its
+    chain are prefetched. In backward, the weights of the previous block are prefetched. Later, `wrap` turns the
+    ModuleLists into TransformerBlockLists.
 
     Args:
         model: the model.
@@ -101,13 +102,13 @@ def adapter_parameters(model: torch.nn.Module) -> set[int]:
 
 
 def is_router(path: str) -> bool:
-    """Return whether a module is a router, which chooses the experts of each token, or a part of one.
+    """Return whether a module is a router (which chooses the experts of each token) or is inside a router.
 
     Extensions call this to leave routers in full precision, because rounding could change which experts are chosen.
 
-    path: the module's path in its model. The result is True if a part of it is "router" or "gate", as in
-        "model.layers.0.mlp.gate". It need not be the last part: many routers are modules that contain a linear layer,
-        such as "model.layers.0.mlp.router.classifier", and if PEFT adds an adapter to a router, the router itself moves
-        to "model.layers.0.mlp.gate.base_layer".
+    path: the module's path in its model. The result is True if "router" or "gate" is one of the names in the path, as
+        in "model.layers.0.mlp.gate". This name need not be the last one. For example, many routers contain a linear
+        layer, such as "model.layers.0.mlp.router.classifier". If PEFT adds an adapter to a router, the path of the
+        router itself becomes "model.layers.0.mlp.gate.base_layer".
     """
     return not {"router", "gate"}.isdisjoint(path.split("."))

@@ -1,7 +1,8 @@
 """Checks and settings for each forward of a wrapped model.
 
-ModelHook checks the model first. `follow_accelerator` makes the forward run in an Accelerator's mixed precision, and
-`keep_cache_out` makes it run without a key-value cache.
+ModelHook checks the model before each forward. `follow_accelerator` makes the forward run in an Accelerator's mixed
+precision. `keep_cache_out` makes training forwards run without a key-value cache, if blocks recompute their forwards or
+are compiled.
 """
 
 from __future__ import annotations
@@ -39,9 +40,9 @@ def install_hook(model: torch.nn.Module) -> None:
 def after_later_hooks(model: torch.nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
     """Run the forward pre-hooks of `model` that follow its ModelHook, and return the resulting arguments.
 
-    ModelHook is the pre-hook that calls the observers' `before_forward`. An observer calls this function if it runs the
-    forward once as a trial, because the hooks that follow have not run at this time, and may change the arguments. They
-    run again before the forward itself.
+    ModelHook is the pre-hook that calls the observers' `before_forward`. An observer that runs the forward once as a
+    trial in this method calls this function first, because the pre-hooks that follow ModelHook have not run yet, and
+    may change the arguments. These pre-hooks run again before the forward itself.
 
     Args:
         model: a wrapped model.
@@ -72,21 +73,22 @@ class ModelHook:
     """The forward pre-hook of a wrapped model. It checks the model, and then calls the observers' `before_forward`.
 
     Observers are objects whose methods are called at events of a training step. They may communicate with other ranks,
-    so the checks precede them. Hooks that were registered before the model was wrapped run before this one, and may
+    so the checks come first. Hooks that were registered before the model was wrapped run before this one, and may
     change the arguments.
 
     The hook raises RuntimeError if the model is traced or exported. In a training forward (with gradients enabled), it
     also raises RuntimeError in these cases:
 
     * The model is called inside a torch.func transform or DistributedDataParallel.
-    * Accelerate shards models itself, or has a different number of ranks.
+    * Accelerate shards models itself, or has a different number of ranks than this package.
     * A Trainer on several ranks lacks BMTrainCallback.
     * A parameter is not sharded, or a block's parameter was renamed.
 
     If parameters were deleted from a block, the block no longer all-gathers flat buffers of which no parameter is left.
 
     Parameters and modules can be replaced at any time. So every training forward compares the modules, and the names
-    and classes of the parameters, with those of the last check of all parameters. If any differs, it checks all again.
+    and classes of the parameters, with those at the last check of all parameters. If any of them differ, all parameters
+    are checked again.
     """
 
     def __init__(self) -> None:
@@ -166,8 +168,8 @@ class ModelHook:
 def _is_sharded(kind: type) -> bool:
     """Return whether an entry of the class `kind` in a module's `_parameters` is a sharded parameter or None.
 
-    A parameter of any other class was added after the model was sharded, or is a full parameter, which is there only
-    while the forward of its block runs.
+    A parameter of any other class either was added after the model was sharded, or is a full parameter. Full parameters
+    are in `_parameters` only while the forward of their block runs.
     """
     return issubclass(kind, (DistributedParameter, type(None)))
 
@@ -176,8 +178,8 @@ def _check_places(block: CheckpointBlock) -> None:
     """Raise RuntimeError if a parameter of `block` was registered under another name after `block` was sharded.
 
     Under the new name, the block's forward would read only this rank's elements, because the full parameter is set
-    under the old name. If an earlier check has found that a parameter was deleted, but it is registered again now, it
-    becomes a parameter of the block again.
+    under the old name. If a parameter was deleted before an earlier check, and has been registered again since, this
+    function makes it a parameter of the block again.
     """
     slots, state = block._slots(), block._bmt
     known = {(id(slot.parameters), slot.name) for slot in slots}

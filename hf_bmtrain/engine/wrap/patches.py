@@ -63,8 +63,9 @@ def _set_recompute(states: Sequence[weakref.ref[BlockState]], on: bool, *args, *
 
     states: weak references to the BlockStates of the blocks (sharded transformer layers).
     on: whether the blocks recompute their forwards in backward from now on.
-    args, kwargs: the arguments of the replaced method. `offload` keeps the inputs of recomputed blocks in host memory.
-        A value of `every_n_layers` other than 1 raises ValueError. Options of torch.utils.checkpoint are ignored.
+    args, kwargs: the arguments of the replaced method. If `offload` is True, the inputs of recomputed blocks are kept
+        in host memory. A value of `every_n_layers` other than 1 raises ValueError. Options of torch.utils.checkpoint
+        are ignored.
     """
     given = {**dict(zip(("", *_OPTIONS), args)), **kwargs}
     for value in (*args, *kwargs.values()):
@@ -93,10 +94,10 @@ def keep_ranks_together(model: torch.nn.Module, blocks: Sequence[torch.nn.Module
     """Make every rank continue to generate until all ranks have finished, because all must take part in all-gathers.
 
     transformers synchronizes the ranks in this way if a module has the attribute `_is_fsdp_managed_module`, or if
-    `generate` is called with synced_gpus=True. This function sets the attribute on modules outside blocks, and makes
-    `generate` pass synced_gpus=True by default. Modules that drop layers at random do not get the attribute, because it
-    makes transformers call all of their layers. Continuous batching cannot keep the ranks together, so this function
-    makes it raise an error if there are several ranks.
+    `generate` is called with synced_gpus=True. This function sets the attribute on modules outside blocks that are not
+    compiled, and makes synced_gpus=True the default of `generate`. Modules that drop layers at random do not get the
+    attribute, because with the attribute, transformers would call all of their layers. Continuous batching cannot keep
+    the ranks together, so this function makes it raise an error if there are several ranks.
 
     Args:
         model: the model, whose modules are patched.

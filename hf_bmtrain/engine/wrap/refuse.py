@@ -198,7 +198,7 @@ def _refuse_common_memory(model: torch.nn.Module) -> None:
 
 
 def _span(tensor: torch.Tensor) -> tuple[int, int]:
-    """Return the addresses of the first byte of a strided tensor and of the byte after its last one."""
+    """Return two addresses: that of the first byte of a strided tensor, and that of the byte after its last byte."""
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride()))
     begin = tensor.data_ptr()
     return begin, begin + (last + 1) * tensor.element_size() if tensor.numel() else begin

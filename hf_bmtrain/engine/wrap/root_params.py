@@ -85,7 +85,7 @@ def name_buffers(model: torch.nn.Module, world: World) -> None:
 
     The attribute `origin` (an `Origin`) of each sharded parameter is set. It contains the path of the parameter's block
     in the model, such as "layers.0", and the parameter's name in this block, such as "mlp.up_proj.weight". For a
-    parameter outside blocks, the path is "", and the name is that in the model.
+    parameter outside blocks, the path is "", and the name is the parameter's full name in the model.
 
     Args:
         model: the model, whose parameters are sharded.

@@ -26,8 +26,8 @@ def negotiate_if_uneven(plan: WrapPlan, chains: Sequence[Chain]) -> None:
     """Make the ranks agree on each collective before it starts, if they may run different parts of the model in a step.
 
     For example, each rank may drop different layers at random, or only some ranks may have an image for the image
-    encoder. Without an agreement, a rank could then wait in an all-gather that other ranks never issue. With it, the
-    ranks exchange which collective each of them needs next, and then all issue the same one.
+    encoder. Without an agreement, a rank could then wait in an all-gather that other ranks never issue. To agree, each
+    rank tells the others which collective it needs next. All ranks then issue the same collective.
 
     Called when the model is wrapped for the first time. It does nothing if there is only one rank, or if the model has
     no sign that ranks may run different parts of it. Examples of such signs are layers that are dropped at random, and
@@ -52,9 +52,9 @@ def follow_additions(plan: WrapPlan) -> None:
     """Assign numbers to the collectives of parameters, such as adapters, that were added to a model and sharded.
 
     Does nothing unless `negotiate_if_uneven` found, when the model was first wrapped, that ranks may run different
-    parts of it. In this case, the ranks agree on each collective before it starts: each rank sends the others the
-    number of the collective that it needs next. So the all-gathers and reductions of the added parameters need numbers,
-    too. The model's other collectives get new numbers.
+    parts of the model. In such a model, the ranks agree on each collective before it starts: each rank sends the others
+    the number of the collective that it needs next. So the all-gathers and reductions of the added parameters need
+    numbers, too. The model's other collectives get new numbers.
 
     plan: the model, which was wrapped before, and its division into blocks and other modules.
     """
@@ -65,8 +65,8 @@ def follow_additions(plan: WrapPlan) -> None:
 def _register(plan: WrapPlan) -> None:
     """Mark the model of `plan` as uneven (ranks may run different parts of it), and assign numbers to its collectives.
 
-    Later, before each collective, each rank sends the others the number of the one that it needs next, and the ranks
-    agree on one number (see `Negotiation`).
+    Later, before each collective, each rank sends the others the number of the collective that it needs next, and the
+    ranks agree on one number (see `Negotiation`).
     """
     for module in plan.root:
         if isinstance(module, DistributedModule):

@@ -139,10 +139,10 @@ def _choose_chains(
 
 
 def _refuse_together(world: World, check: Callable[[], object]) -> None:
-    """Call `check` on every rank, and raise its ValueError only if all ranks got the same one.
+    """Call `check` on every rank, and raise the ValueError of `check` only if it is the same on all ranks.
 
-    If the ranks got different errors, or only some of them got one, raise RuntimeError on all ranks. Collective: every
-    rank must call it.
+    If the ranks got different errors, or only some ranks got an error, raise RuntimeError on all ranks. Collective:
+    every rank must call it.
 
     world: the ranks that compare their errors.
     check: a function without arguments that raises ValueError if the model cannot be wrapped.
@@ -198,7 +198,7 @@ def _link(
     compile: the keyword arguments of torch.compile, with which the blocks are compiled; None to not compile them.
     """
     for module_list in lists:
-        # If the user has defined a subclass of ModuleList, keep it, because the list would lose the subclass's methods.
+        # Do not change the class of a user's subclass of ModuleList: the list would lose the methods of the subclass.
         if type(module_list) is torch.nn.ModuleList:
             module_list.__class__ = TransformerBlockList
     for chain in chains:

@@ -38,7 +38,8 @@ def input_store(world: World) -> InputStore | None:
 class OffloadActivations(Extension):
     """The part of `auto_wrap` that applies the argument `offload_activations`.
 
-    If it is True, the inputs of recomputed blocks (transformer layers) are kept in host memory until backward.
+    With `offload_activations=True`, the inputs of recomputed blocks (transformer layers) are kept in host memory until
+    backward.
 
     Args:
         options: the arguments that were passed to `auto_wrap`. Only `offload_activations` is used.

@@ -82,10 +82,10 @@ class HostInputs:
         return None
 
     def download(self, tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, Event]:
-        """Queue a copy to host memory of `tensor`, an input that a block saves for backward.
+        """Queue a copy of `tensor` to host memory.
 
         Args:
-            tensor: a contiguous tensor on the device.
+            tensor: an input that a block saves for backward, a contiguous tensor on the device.
 
         Returns:
             (copy, memory, event). `copy` has the shape and dtype of `tensor`, and is complete when `event` occurs.
@@ -100,8 +100,8 @@ class HostInputs:
     def _memory(self, nbytes: int) -> torch.Tensor:
         """Return host memory of at least `nbytes` bytes: the smallest free piece that is large enough, or a new piece.
 
-        If there are free pieces but none is large enough, the largest of them is released before new memory is
-        allocated. So the number of pieces does not grow.
+        If there are free pieces but none is large enough, the largest free piece is released before a new piece is
+        allocated. So in this case, the number of pieces does not grow.
         """
         position = bisect.bisect_left(self._free, nbytes, key=_size)
         if position < len(self._free):

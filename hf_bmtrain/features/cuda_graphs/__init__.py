@@ -50,15 +50,15 @@ _log_once = functools.cache(logging.getLogger("hf_bmtrain").info)
 class RecordedBlocks(Observer):
     """Keeps track of the blocks that are replayed as CUDA graphs, in all models of one world (set of ranks).
 
-    Both the forward and the backward of such a block are replayed. As an observer, this object is called before each
-    training forward of a model, and then tells torch that a step begins. From then on, torch may overwrite the results
-    of earlier graphs.
+    Both the forward and the backward of such a block are replayed. This object is an observer: its method
+    `before_forward` is called before each training forward of a model, and tells torch that a step begins. From then
+    on, torch may overwrite the results of earlier graphs.
 
     Args:
         world: the ranks that train the models.
 
     Attributes:
-        blocks: for each of these blocks, its BlockState, which runs the block's forward and backward.
+        blocks: the BlockState of each block that is replayed. A BlockState runs the forward and backward of its block.
     """
 
     def __init__(self, world: World) -> None:
@@ -78,18 +78,17 @@ class RecordedBlocks(Observer):
         """Tell torch that a step begins, so that it may overwrite the results of earlier graphs.
 
         Called before each training forward of a model and, because blocks may also be called outside a model, before
-        each call of a block's graph. A call is ignored if the step has begun already:
+        each call of a block's graph. In two cases, the step has begun already, and the call is ignored:
 
-        * inside a backward,
-        * in the same forward of a model as the last call that was not ignored, if no backward has ended since. (All
+        * A backward is running.
+        * The last call that was not ignored was in the same forward of a model, and no backward has ended since. (All
           calls outside models count as calls in one forward.)
 
-        torch must not overwrite results of earlier graphs that are still in use (referenced). If there are some, there
-        are two cases:
+        torch must not overwrite results of earlier graphs that are still in use (referenced). If such results exist:
 
-        * A backward may still need them: a block waits for its backward, or no backward has ended since the last call
-          that was not ignored. Then torch is not told that a step begins, and keeps the results.
-        * Otherwise the program has kept the results longer than training needs them, and RuntimeError is raised.
+        * A backward may still need them if a block waits for its backward, or if no backward has ended since the last
+          call that was not ignored. Then torch is not told that a step begins, and keeps the results.
+        * Otherwise, the program has kept the results longer than training needs them, and RuntimeError is raised.
 
         Raises:
             RuntimeError: results of earlier graphs are in use, no block waits for its backward, and a backward has
@@ -144,8 +143,8 @@ def compile_forward(function: Callable, block: BlockState, options: dict[str, An
         world: the ranks that share the block's parameters.
 
     Returns:
-        The compiled function. If CUDA graphs are requested, it replays graphs only while gradients are enabled and no
-        saved-tensor hooks are active. Otherwise it runs the compiled code without graphs.
+        The compiled function. If CUDA graphs are requested, calls of this function replay graphs while gradients are
+        enabled and no saved-tensor hooks are active. All other calls run the compiled code without graphs.
 
     Raises:
         ValueError: CUDA graphs are requested, but do not work with this block. The message says why.

@@ -4,9 +4,10 @@ The implementation "grouped_mm" of transformers copies each token into k rows, o
 rows by expert with torch's indexing, and restores the order of the outputs with torch's indexing, too. The backward of
 torch's indexing sorts the rows again, to sum the gradients of equal indices, although no index occurs twice. The
 functions of this folder permute the rows instead. The backward of a permutation is the inverse permutation, which needs
-no sort. It makes the gradients of each token's k rows adjacent, so that a plain sum adds them. On a GPU, CUDA kernels
-compute these sums and the SiLU gates of experts. They round each result once, where transformers also rounds products
-and gates to 16 bits. On the CPU, outputs equal those of transformers bit for bit, unless the block is compiled.
+no sort. After the inverse permutation, the gradients of each token's k rows are adjacent, so a plain sum adds them. On
+a GPU, CUDA kernels compute these sums and the SiLU gates of experts. The kernels round each result once, where
+transformers also rounds products and gates to 16 bits. On the CPU, outputs equal those of transformers bit for bit,
+unless the block is compiled.
 
 The faster forward replaces `experts_implementation="grouped_mm"` in blocks (the transformer layers that `auto_wrap`
 shards). Transformers' own code still runs with other values of `experts_implementation`, while gradients are disabled,

@@ -23,11 +23,11 @@ _VECTOR = 16  # the kernels read and write this many bytes at a time (a vector)
 
 
 def serves(rows: Tensor, parts: int = 1) -> bool:
-    """Return whether this module's CUDA kernels can be called for the tensor `rows`. Otherwise, use torch's operators.
+    """Return whether this module's CUDA kernels can be called for the tensor `rows`.
 
-    The kernels need a GPU and a dtype of 16 or 32 bits. They read vectors of 16 bytes, so the size of a row, or of each
-    part of it, must be a multiple of 16 bytes. Meta tensors count as tensors on a GPU, because predictions of memory
-    use them in place of GPU tensors.
+    If the result is False, use torch's operators. The kernels need a GPU, and the dtype float32, float16 or bfloat16.
+    They read vectors of 16 bytes, so the size of each part of a row must be a multiple of 16 bytes. Meta tensors count
+    as tensors on a GPU, because predictions of memory use them in place of GPU tensors.
 
     Args:
         rows: (n, width), the tensor.
@@ -58,9 +58,9 @@ def variant(rows: torch.dtype, out: torch.dtype, weighted: bool) -> Variant:
 
 
 def _operator(schema: str, fake: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Return a decorator that makes a function a custom operator in compiled code. Other code still calls the function.
+    """Return a decorator that makes a function a custom operator, into which torch.compile does not trace.
 
-    torch.compile does not trace into a custom operator.
+    Only compiled code calls the operator. Other code still calls the function itself.
 
     schema: the types of the operator's arguments and results, as torch.library.custom_op takes them.
     fake: a function with the same arguments. It returns tensors of the shapes and dtypes of the results, without
@@ -187,7 +187,7 @@ def _on_gpu(x: Tensor) -> bool:
 
 
 def _dense(x: Tensor) -> Tensor:
-    """Return x itself or a copy that is contiguous and begins at a multiple of 16 bytes."""
+    """Return x or a copy of x, so that the result is contiguous and its address is a multiple of 16 bytes."""
     x = x.contiguous()
     return x if x.is_meta or x.data_ptr() % _VECTOR == 0 else x.clone()
 

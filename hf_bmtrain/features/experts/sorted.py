@@ -193,7 +193,9 @@ def _combined(factors: Factors, matrices: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class Spread(torch.autograd.Function):
-    """Autograd function x[order // k]: returns a copy of each token's row for each of its k experts, sorted by expert.
+    """Autograd function x[order // k]: copies the row of each token once for each of its k experts.
+
+    The result is (tokens * k, width), sorted by expert.
 
     x: (tokens, width).
     order: (tokens * k,), the permutation that sorts the pairs (token, expert) by expert.
@@ -219,14 +221,14 @@ class Spread(torch.autograd.Function):
 class Combine(torch.autograd.Function):
     """Autograd function that adds up the k rows of each token, multiplied by the router's weights.
 
-    Called after the experts, with the k rows of each token that `Spread` made and the experts have processed. The
-    result has one row for each token, in the original order of tokens.
+    `Spread` copies each token into k rows, and the experts process these rows. This function then returns one row for
+    each token, in the original order of tokens.
 
     y: (tokens * k, width), the outputs of the experts, sorted by expert.
     weights: (tokens, k), the router's weights of each token's experts.
     order: (tokens * k,), the permutation that sorts the pairs (token, expert) by expert.
-    places: the inverse of `order`, with which the rows of a token are found. The backward of torch's indexing would
-        sort the rows; this backward need not, because each row of y is used exactly once.
+    places: the inverse of `order`, by which the rows of a token are found. Each row of y is used exactly once, so this
+        backward need not sort the rows, as the backward of torch's indexing would.
     """
 
     @staticmethod

@@ -1,4 +1,4 @@
-"""Quantize matrices to float8 (e4m3 values with float32 scales, one per row or one per weight), and multiply them.
+"""Quantize matrices to float8 (e4m3 values; float32 scales, one per row, column or weight), and multiply them.
 
 A quantized element represents value * scale. The scale is absmax / 448. Here absmax is the largest magnitude among the
 elements that share the scale, but at least 1e-30. The value is the element times 448 / absmax, computed in float32 and
@@ -6,11 +6,11 @@ rounded to float8_e4m3fn. If absmax is inf or NaN, all elements that share the s
 detected as in other dtypes.
 
 A product multiplies the values, sums in float32, and multiplies the sums by both scales. Both factors of `product` have
-the summed dimension last. All terms of a sum must share one scale. So if one product sums over the columns of a matrix
-and another over its rows, the matrix is quantized twice: with a scale per row and with a scale per column
-(`quantize_both`). A weight has a single scale, so quantizing it once serves both products. Before a weight is
-all-gathered in float8, the ranks compute the absmax of the full weight, and then each rank rounds its own part
-(`measure_pieces`, `round_pieces`).
+the summed dimension last. All terms of a sum must share one scale. If one product sums the elements of each row of a
+matrix, and another product sums the elements of each column, the matrix is quantized twice: with one scale per row, and
+with one scale per column (`quantize_both`). A weight has a single scale, so both products can use the same quantized
+values. Before a weight is all-gathered in float8, the ranks compute the absmax of the full weight, and then each rank
+rounds its own part (`measure_pieces`, `round_pieces`).
 
 On a GPU the kernels in kernels/float8.cu quantize, except in some compiled code (see `_by_kernels`). Their results
 equal those of torch's operations bit for bit, except for the sign of NaN.
@@ -144,9 +144,10 @@ def quantize_full(weight: Tensor) -> Float8:
 def quantize_transposed(weight: Tensor) -> Float8:
     """Quantize `weight` (N, K) to float8 with one scale for all elements, and return its transpose, (K, N).
 
-    A layer needs a weight in forward, and its transpose in backward, or the other way round: both operands of `product`
-    must have the summed dimension last. The result's `scales`, (K, 1), contain the scale K times, because `product`
-    takes one scale per row. The CUDA kernel that quantizes also transposes, without an intermediate matrix.
+    Both operands of `product` must have the summed dimension last. So one of the two products with the weight, in
+    forward or in backward, needs the weight's transpose. The result's `scales`, (K, 1), contain the scale K times,
+    because `product` takes one scale per row. The CUDA kernel that quantizes also transposes, without an intermediate
+    matrix.
     """
     expect("weight", weight, C_NAMES, (len(weight), weight.shape[-1]), weight.device)
     if not _by_kernels(weight):
@@ -156,10 +157,11 @@ def quantize_transposed(weight: Tensor) -> Float8:
 
 
 class Pieces:
-    """The parts of several weights that this rank's shard contains, as ranges of the shard.
+    """For each of several weights, the range of this rank's shard that contains the rank's part of the weight.
 
-    `measure_pieces` and `round_pieces` take this object, and process all ranges with one kernel launch on a GPU.
-    Create it once per shard and not in each step, because it copies a table of the ranges to the device.
+    `measure_pieces` and `round_pieces` take this object. On a GPU, each of them processes all ranges with one kernel
+    launch. Create the object once per shard and not in each step, because its constructor copies a table of the ranges
+    to the device.
 
     Args:
         ranges: (start, stop) of each weight in the shard, in ascending order, possibly with gaps. A range may be empty.
@@ -203,7 +205,7 @@ def measure_pieces(x: Tensor, pieces: Pieces, bits: Tensor) -> None:
 
 
 def round_pieces(x: Tensor, pieces: Pieces, bits: Tensor, out: Tensor) -> None:
-    """Round the k ranges of x to float8 with the scales of the full weights, of which the ranges are parts.
+    """Round the k ranges of x to float8. Each range is a part of a weight, and is rounded with the full weight's scale.
 
     Called before an all-gather that sends the weights in float8: each rank rounds its own shard, after `measure_pieces`
     and an all-reduce have found the largest magnitude of each full weight. The rounded values are equal to those that
@@ -289,8 +291,8 @@ def product(a: Float8, b: Float8, dtype: torch.dtype, fast: bool) -> Tensor:
 def _by_kernels(x: Tensor) -> bool:
     """Return whether to quantize x with this package's CUDA kernels. If not, torch's operations quantize it.
 
-    True on GPUs, and on the meta device, which is used to predict the memory of a GPU. False for an empty x, and while
-    torch.compile traces the caller, because Inductor then generates kernels from torch's operations.
+    True on GPUs, and on the meta device, which is used to predict the memory of a GPU. False for an empty x. Also False
+    while torch.compile traces the caller: Inductor then generates kernels from torch's operations.
     """
     # `quantize_both` uses the CUDA kernels even in compiled code. There it is a custom operator, which torch.compile
     # does not trace into: it calls this function only while the compiled code runs, and `is_compiling` is then False.

@@ -123,11 +123,11 @@ class Calibration(Observer):
 
     @property
     def has_measured(self) -> bool:
-        """Whether this rank has measured the rounding noise of the layers, and can now take part in `decide`.
+        """Whether this rank has measured the rounding noise in training forwards, and a backward has ended since then.
 
-        Read only while the ranks have not decided which layers keep float8. If it is True on all ranks when a
-        checkpoint is saved, they first call `decide`, so that the checkpoint contains the decision. It is False after a
-        separate forward: if the ranks could not decide right after it, its measurements are not used later.
+        Read only before the ranks have decided which layers keep float8. If True on all ranks when a checkpoint is
+        saved, the ranks first call `decide`, so that the checkpoint contains the decision. Measurements in a separate
+        forward do not count: if the ranks cannot decide right after that forward, they measure again in another one.
         """
         return self._begun is not None and self._world.schedule.backwards > self._begun
 
@@ -169,9 +169,9 @@ class Calibration(Observer):
         `restore_decision`. Collective: every rank must call it.
 
         If the state of a layer has a `reason` (such as too much rounding noise), the layer's weight and all other
-        weights in the same flat buffer are still all-gathered in their own dtype. In a model with adapters, which may
-        have been added since it was wrapped, this applies to all layers: before all-gathers are switched, the `reason`
-        of every layer that has none is set to WITH_ADAPTERS.
+        weights in the same flat buffer are still all-gathered in their own dtype. If the model has adapters (they may
+        have been added after the model was wrapped), every layer without a `reason` first gets the `reason`
+        WITH_ADAPTERS, so that all weights are still all-gathered in their own dtype.
         """
         self.handle.remove()
         model = self._model()
@@ -184,13 +184,13 @@ class Calibration(Observer):
 
     @torch.no_grad()
     def _measure(self, model: torch.nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
-        """Measure all layers in a separate forward, which is not compiled and runs without gradients.
+        """Measure the rounding noise of all layers in a separate forward, uncompiled and without gradients.
 
-        The forward gets copies of the training forward's arguments. The model's forward pre-hooks that have not run yet
-        are called with these copies first, and may change them. So these hooks run twice: for the separate forward, and
-        for the training forward. Afterwards, random generators, the model's buffers and attributes, and containers
-        (such as lists and caches) in the attributes and arguments are restored, even if the separate forward raises an
-        error.
+        Called before the training forward. The separate forward gets copies of the training forward's arguments. The
+        model's forward pre-hooks that have not run yet are called with these copies first, and may change them. So
+        these hooks run twice: for the separate forward, and for the training forward. After the separate forward, even
+        if it raises an error, these are restored: random generators, the model's buffers and attributes, and containers
+        (such as lists and caches) in the attributes and arguments.
         """
         before = Snapshot.of(model, self._world.device, (*args, *kwargs.values()))
         # The forward may modify tensors in place, including tensors in lists and dictionaries, so it gets clones.
@@ -231,10 +231,10 @@ def float8_decision(world: World, model: torch.nn.Module) -> Decision:
         model: the model, or a module that contains it.
 
     Returns:
-        {path of a layer: (whether it computes in float8, `reason`)}. `reason` says why the layer's weight, and so all
-        weights that are all-gathered together with it, cannot be all-gathered in float8; None if the layer does not
-        prevent this.
-        Layers about which the ranks have not decided are left out.
+        {path of a layer: (whether it computes in float8, `reason`)}. `reason` says why the layer's weight cannot be
+        all-gathered in float8; None if the layer does not prevent this. If one layer prevents it, all weights in the
+        same flat buffer are all-gathered in their own dtype. Layers about which the ranks have not decided are left
+        out.
     """
     states = float8_states(model)
     for guard in _guards_of(states):
@@ -249,9 +249,9 @@ def restore_decision(world: World, model: torch.nn.Module, decision: Decision) -
     Collective: every rank must call it.
 
     If the ranks have already decided about a layer, their decision stays, and a warning is logged if the checkpoint's
-    decision differs. If the ranks have not decided yet, the checkpoint must contain a decision about every layer of the
-    model. If even one is missing, the noise of all layers is measured as usual, and a warning is logged if the
-    checkpoint contains a decision about any of them.
+    decision differs. If the ranks have not decided yet, the checkpoint's decision is applied only if it covers every
+    float8 layer of the model. Otherwise the noise of all layers is measured as usual, and if the checkpoint's decision
+    covers some of the layers, a warning is logged.
 
     Args:
         world: the ranks over which the model is sharded.
@@ -299,7 +299,7 @@ def _agrees(state: Float8State, found: tuple[bool, str | None] | None) -> bool:
 
 
 def _guards_of(states: Mapping[str, Float8State]) -> list[Calibration]:
-    """Return the Calibration objects that have not yet decided which of the layers with these `states` keep float8.
+    """Return the Calibration of each layer with one of these `states`, except for layers that it has decided about.
 
     All layers of one model have the same Calibration, which is returned once.
     """

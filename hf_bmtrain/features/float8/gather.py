@@ -1,9 +1,9 @@
 """Select the weights of float8 layers that are all-gathered in float8, and switch their flat buffers to float8.
 
-A flat buffer contains the weights that are sharded and all-gathered together, usually those of one block. When the
-ranks decide which layers keep computing in float8 (`Calibration`), a buffer is switched to float8 if all layers with
-weights in it keep computing in float8, and nothing else, such as adapters, prevents it. From then on, each rank also
-stores its shard rounded to float8, which takes one additional byte per element.
+A flat buffer contains the weights that are sharded and all-gathered together, usually those of one block. After the
+ranks have decided which layers keep computing in float8 (`Calibration`), the all-gathers of a buffer are switched to
+float8 if all layers with weights in the buffer keep computing in float8 and were called on a rank, and the model has no
+adapters. From then on, each rank also stores its shard rounded to float8, which takes one additional byte per element.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def choose_gathered(model: torch.nn.Module, layers: Iterable[torch.nn.Module], w
 def link_layers(layers: Iterable[torch.nn.Module]) -> None:
     """Set `storage` and `index` in each layer's `float8_state`, by which the layer finds its all-gathered weight.
 
-    `auto_wrap` calls this once, after the layers were sharded, because their storages do not exist before.
+    `auto_wrap` calls this once, after the layers were sharded: the storages do not exist earlier.
 
     `storage` is the Float8Storage that contains the layer's sharded weight, and `index` the weight's index in it. A
     layer whose weight is never all-gathered in float8 has no Float8Storage, and is skipped.

@@ -1,4 +1,4 @@
-"""Float8Linear: a linear layer of a transformer layer, whose three matrix products are computed in float8.
+"""Float8Linear: a linear layer in a block, whose three matrix products are computed in float8.
 
 The forward computes y = x Wᵀ from x quantized by rows (with one scale per row). The backward computes dx = dy W from dy
 quantized by rows, and dW = dyᵀ x from dy and x quantized by columns (see `arithmetic`). If W requires a gradient,
@@ -92,13 +92,14 @@ class Float8State:
     together whether the layer continues to compute in float8, and whether its weight is all-gathered in float8, too.
 
     Attributes:
-        transposed: whether its weight is (inputs, outputs), as in transformers' Conv1D, instead of (outputs, inputs).
+        transposed: whether the layer's weight has the shape (inputs, outputs), as in transformers' Conv1D, instead of
+            (outputs, inputs).
         inputs: the cache of quantized inputs, shared with the model's other float8 layers.
         active: whether the layer computes in float8.
         guard: a weak reference to the Calibration, the observer that measures the noise and decides about the layer;
             None after the decision.
-        reason: why the flat buffer that contains the layer's weight cannot be all-gathered in float8, if this layer is
-            the cause; None otherwise, and before the decision.
+        reason: why this layer prevents its weight, and so the weight's whole flat buffer, from being all-gathered in
+            float8; None if the layer does not prevent this, and before the decision.
         measures: whether the next forward measures rounding noise and sets `powers`.
         powers: (2,) float32, the sum of squares of the output without rounding, and the sum of squares of the error
             that rounding causes; None before the measurement.
@@ -178,7 +179,7 @@ def extend_linear(layer: torch.nn.Module, transposed: bool, inputs: Float8Inputs
 
     Args:
         layer: a linear layer.
-        transposed: whether its weight is (inputs, outputs), as in transformers' Conv1D.
+        transposed: whether the layer's weight is (inputs, outputs), as in transformers' Conv1D.
         inputs: the cache of quantized inputs that the model's float8 layers share.
     """
     state = layer.float8_state = Float8State(transposed, inputs)  # pyright: ignore[reportArgumentType]
@@ -244,8 +245,8 @@ class _Product(torch.autograd.Function):
 def _factor(weight: Sequence[Tensor], turned: bool) -> Float8:
     """Return a weight as an operand of a float8 matrix product (`product`), with one scale per row.
 
-    weight: a sequence of one tensor, the full weight in its own dtype; or a sequence of the three fields of a
-        GatheredFactor, which is a weight that was all-gathered in float8.
+    weight: a sequence of one tensor, the full weight in its own dtype; or, if the weight was all-gathered in float8, a
+        sequence of three tensors, the fields of its GatheredFactor.
     turned: whether to return the weight's transpose instead.
     """
     if len(weight) > 1:

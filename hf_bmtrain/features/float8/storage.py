@@ -55,9 +55,9 @@ class Float8Requantizer:
     every weight in them. A shard that an optimizer has ever updated asynchronously is rounded separately, before its
     own all-gather.
 
-    Each shard is registered with `add(storage, owners)`. The owners are objects that live as long as the model. All
-    ranks must round the same shards, so a shard is skipped once its owners have been deleted, even if an optimizer
-    keeps the shard's storage alive on some ranks.
+    Each shard is registered with `add(storage, owners)`. The owners are objects that live as long as the model. A shard
+    is skipped once its owners have been deleted, even if an optimizer keeps the shard's storage alive on some ranks,
+    because all ranks must round the same shards.
 
     Args:
         communicator: connects the ranks over which the weights are sharded.
@@ -72,11 +72,11 @@ class Float8Requantizer:
 
     @torch.no_grad()
     def round(self, gathered: Float8Storage) -> None:
-        """Round the shard of one storage to float8, and with it the shards of all other storages that have changed.
+        """Round the shard of `gathered` to float8, together with the model's other shards that have changed.
 
-        Called before an all-gather, if the shard has changed since it was last rounded. Other shards are left out if
-        their model was deleted, or if an optimizer has ever updated them asynchronously. Collective: every rank must
-        call it.
+        Called before an all-gather, if the shard of `gathered` has changed since it was last rounded. Other shards are
+        left out if their model was deleted, or if an optimizer has ever updated them asynchronously. Collective: every
+        rank must call it.
 
         gathered: the storage whose weights will be all-gathered next. Its shard is rounded in any case.
         """
@@ -139,9 +139,9 @@ class Float8Storage(Storage):
       and shows up if the parameter is read by mistake.
 
     The flat buffer may also contain small parameters (the block's norms and biases), which then need no all-gather and
-    reduction of their own. They are at the start of the buffer, in the shard of rank 0. They are never rounded, so each
-    needs more than one byte per element, although the all-gather sends only one byte for each element of the buffer.
-    Therefore the buffer reserves one element for each byte of a small parameter. For example, 2048 elements are
+    reduction of their own. They are at the start of the buffer, in the shard of rank 0, and are never rounded to
+    float8. The all-gather sends one byte for each element of the buffer, but an element of a small parameter has more
+    bytes. Therefore the buffer reserves one element for each byte of a small parameter. For example, 2048 elements are
     reserved for a bfloat16 norm of 1024 elements.
 
     Args:
@@ -196,12 +196,12 @@ class Float8Storage(Storage):
     def switch(self, requantizer: Float8Requantizer, owners: Iterable[object]) -> None:
         """All-gather the weights in float8 from now on. Collective: every rank must call it.
 
-        `gather_float8` calls this once, after the ranks have decided which layers compute in float8, unless a layer
-        needs a weight of this buffer in the weight's own dtype. At the time of the call, no forward may be waiting for
-        its backward. The weights are all-gathered immediately, to check that they arrive correctly.
+        `gather_float8` calls this once, after the ranks have decided which layers compute in float8. It does not call
+        this if one of the buffer's layers has a `reason` in its Float8State. At the time of the call, no forward may be
+        waiting for its backward. The weights are all-gathered immediately, to check that they arrive correctly.
 
-        A resident buffer (one that is kept unsharded from step to step) that is unsharded at the time of the call is
-        unsharded after it, too. Any other buffer is resharded. If a resident buffer were resharded, the next forward of
+        If the buffer is resident (kept unsharded from step to step) and unsharded before the call, it is also unsharded
+        after the call. Otherwise it is resharded. The reason: if a resident buffer were resharded, the next forward of
         its block would start an all-gather. Ranks may run different blocks, so the all-gather could wait forever for a
         rank that does not run this block.
 
@@ -247,9 +247,9 @@ class Float8Storage(Storage):
     def switch_back(self) -> None:
         """All-gather the weights in their own dtype again, so that they can be read. Undoes `switch`.
 
-        Collective: every rank must call it, while no forward waits for its backward. A resident buffer (one that is
-        kept unsharded from step to step) that is unsharded at the time of the call is unsharded after it, too. The
-        memory of the shard in float8 is kept, because other ranks may still be copying from it.
+        Collective: every rank must call it, while no forward waits for its backward. If the buffer is resident (kept
+        unsharded from step to step) and unsharded before the call, it is also unsharded after the call. The memory of
+        the shard in float8 is kept, because other ranks may still be copying from it.
         """
         buffer = self.buffer
         was_resident = buffer.is_unsharded and buffer.is_resident
@@ -294,9 +294,10 @@ class Float8Storage(Storage):
     def _make_factors(self) -> None:
         """Create `factors`, the weights in float8 with which the layers compute.
 
-        The values of a factor are a view of the memory that contains the full weight after an all-gather. Its scales
-        are views of a tensor that `round` fills. For a weight (R, C), this tensor contains max(R, C) copies of the
-        scale. The row scales are a view of the first R copies, and the column scales a view of the first C copies.
+        The values of a factor are a view of the memory that contains the full weight after an all-gather. The scales of
+        all factors are views of one tensor, which `round` fills. For a weight (R, C), this tensor contains max(R, C)
+        copies of the weight's scale. The row scales are a view of the first R copies, and the column scales a view of
+        the first C copies.
         """
         first, full_params, device = self._small, self.buffer.full_params, self.buffer.shard.device
         shapes = [full.shape for full in full_params[first:]]
@@ -372,9 +373,9 @@ class Float8Storage(Storage):
     def measure(self, bits: torch.Tensor) -> None:
         """Write the absmax (largest magnitude) of this rank's part of each weight to `bits`, as float32 bit patterns.
 
-        Float8Requantizer calls this first. It then computes the absmax of the full weights by an all-reduce, derives
-        the weights' scales, and passes both to `round`. The all-reduce compares the bit patterns as integers, which
-        have the same order as the magnitudes.
+        Float8Requantizer calls this before `round`. In between, it computes the absmax of the full weights by an
+        all-reduce, and derives the weights' scales; `round` takes both. The all-reduce compares the bit patterns as
+        integers, which have the same order as the magnitudes.
 
         bits: (k,) int32, the output, for the k weights of the buffer. It must be zero before the call, and stays 0 for
             a weight of which this rank stores no element.

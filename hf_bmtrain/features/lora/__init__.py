@@ -9,7 +9,7 @@ The gradients of a buffer are reduced together, so training an adapter that shar
 would also reduce gradients for these weights.
 
 Files: `linear` is the layer; `factors` computes its products with A and B; `experts` handles adapters on stacks of
-experts; `parametrize` makes PEFT's own forward of adapters on parameters work when those parameters are sharded;
+experts; `parametrize` lets PEFT's own forward of adapters on parameters (`target_parameters`) run in a sharded model;
 `dtype` keeps the dtype of sharded adapters into which PEFT loads values.
 """
 

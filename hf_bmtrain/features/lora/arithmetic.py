@@ -21,7 +21,9 @@ _THREADS = 256
 
 
 def split_factors(a: Tensor, b: Tensor) -> Tensor:
-    """Return the rows [hi; lo; hi] of the matrix [A Bᵀ], where hi + lo represents this matrix.
+    """Return [hi; lo; hi] (stacked rows), where hi + lo represents the matrix [A | Bᵀ]: A and Bᵀ side by side.
+
+    hi is the matrix rounded to bfloat16, and lo is the remainder, also rounded. hi and lo are (r, K + N).
 
     Args:
         a: A, (r, K) float32.
@@ -42,9 +44,9 @@ def split_factors(a: Tensor, b: Tensor) -> Tensor:
 
 
 def split_sums(sums: Tensor, scaling: float) -> Tensor:
-    """Return three bfloat16 matrices, side by side, of which the first two represent s (p + q): [rest | hi | hi].
+    """Return [rest | hi | hi]: three bfloat16 matrices side by side, where rest + hi represents s (p + q).
 
-    hi is s p rounded, and rest is s p - hi + s q, also rounded.
+    hi is s p, rounded to bfloat16, and rest is s p - hi + s q, also rounded.
 
     Args:
         sums: the float32 matrices [p | q], (rows, 2 r), contiguous.
@@ -66,14 +68,14 @@ def split_sums(sums: Tensor, scaling: float) -> Tensor:
 
 
 def _on_gpu(x: Tensor) -> bool:
-    """Return whether x is on a GPU, or is a meta tensor, which takes the place of one in predictions of memory."""
+    """Return whether x is on a GPU or on the meta device, which represents a GPU when memory is predicted."""
     return x.is_cuda or x.is_meta
 
 
 def _launch(name: str, values: int, *arguments: Any) -> None:
-    """Launch the CUDA kernel `name`, unless there are no values or the tensors are meta tensors.
+    """Launch the CUDA kernel `name`. Do nothing if `values` is 0, or on meta tensors.
 
-    values: the number of values, each of which one thread processes.
+    values: the number of values to process, one per thread.
     arguments: the kernel's arguments, the last of which is the tensor that it writes.
     """
     out = arguments[-1]

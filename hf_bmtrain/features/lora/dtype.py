@@ -15,12 +15,12 @@ _log_once = functools.cache(logging.getLogger("hf_bmtrain").info)
 
 
 class KeepsDtype(OnlyWhileSharded):
-    """Mixin for PEFT's tuners (such as LoraModel), so that adapters that are sharded already keep their dtype.
+    """Mixin for PEFT's tuners (such as LoraModel): sharded adapters keep their dtype when PEFT loads values into them.
 
     At the end of `load_adapter`, PEFT replaces 16-bit adapters by float32 copies, unless the caller passes
-    `autocast_adapter_dtype=False`, which Trainer does not. The copies would not be sharded, so this class puts the
-    sharded parameters back, which have the loaded values already. Adapters that are not sharded yet become float32, as
-    in plain PEFT.
+    `autocast_adapter_dtype=False`. Trainer does not pass it. The copies would not be sharded. So this class puts back
+    the sharded parameters, which already contain the loaded values. Adapters that are not sharded yet become float32,
+    as in plain PEFT.
     """
 
     def _cast_adapter_dtype(self, *args: Any, **kwargs: Any) -> None:

@@ -10,8 +10,8 @@ is the fastest index. A stack is (E, N, K), or transposed, (E, K, N), as in gpt-
 both cases.
 
 This works for models of the transformers library whose experts support `experts_implementation="grouped_mm"`. The
-setting may be "eager", "batched_mm" or "grouped_mm", which all compute the same. For other models and settings, PEFT's
-own forward runs.
+model may also set it to "eager" or "batched_mm"; this file computes the same for all three. For other models and other
+values of `experts_implementation`, PEFT's own forward runs.
 """
 
 from __future__ import annotations
@@ -89,8 +89,8 @@ def split_adapters(modules: Iterable[torch.nn.Module]) -> int:
 def _is_wrapper(module: Any) -> bool:
     """Return whether `module` is PEFT's ParamWrapper around a stack of experts, and is not a SplitWrapper yet.
 
-    A stack is a 3-D weight, with one matrix per expert, of a module that transformers can run with its implementation
-    "grouped_mm".
+    A stack is a 3-D weight with one matrix per expert. Its module must support transformers'
+    `experts_implementation="grouped_mm"`.
     """
     cls = type(module)
     if (cls.__module__, cls.__name__) != _WRAPPER or isinstance(module, SplitWrapper):

@@ -14,9 +14,10 @@ docstring of `enter` lists the terms.
 
 In this mode, dA and dB have an error of 2⁻¹⁷ of their norm. (Measured: 4.5e-6 here, 4e-7 with PEFT, and 1.7e-3 with a
 single rounding to bfloat16.) On a CPU, y and dx are as exact as PEFT's in float32. On a GPU, cuBLAS rounds the product
-u @ factor to bfloat16 before it adds it to y or dx. PEFT rounds it in dx, too, but not in y. So y has one more rounding
-than with PEFT. If the adapter adds little to y, this makes no difference. (Measured: an error of 2.4e-3 here and 1.8e-3
-with PEFT if the adapter's output is 2.5 times the frozen layer's; 2.35e-3 with both if it is a fortieth of it.)
+u @ factor to bfloat16 before the product is added to y or dx. PEFT also rounds the product that it adds to dx, but not
+the one that it adds to y. So y is rounded once more than with PEFT. If the adapter adds little to y, this makes no
+difference. (Measured: if the adapter's output is 2.5 times as large as the frozen layer's, the error of y is 2.4e-3
+here and 1.8e-3 with PEFT. If it is 1/40 as large, the error is 2.35e-3 with both.)
 """
 
 from __future__ import annotations
@@ -82,9 +83,9 @@ def enter(x: Tensor, factor: Tensor, adapter: Adapter, rank: int, scaled: bool) 
     `add_products` then multiplies u by the other matrix: Bᵀ in the forward, A in the backward. s is the adapter's
     scaling.
 
-    If the adapter is split (`Adapter.split`), u includes s in the forward, too. Each float32 matrix is then represented
-    as the sum hi + lo of two bfloat16 matrices, and passed as a stack of rows [hi; lo; hi]. `factor` is the stack of one
-    matrix, and `add_products` gets that of the other. u is computed in these steps:
+    If the adapter is split (`Adapter.split`), u includes s in the forward, too. A and Bᵀ are then each represented as
+    the sum hi + lo of two bfloat16 matrices, and passed as stacked rows [hi; lo; hi]: `enter` gets the stack of one of
+    the two matrices as `factor`, and `add_products` gets the stack of the other. u is computed in these steps:
 
     1. With the hi and lo of `factor`, compute p = s x hiᵀ and q = s x loᵀ in float32. So p + q is s x Aᵀ in the
        forward, and s dy B in the backward.
@@ -140,9 +141,9 @@ def add_products(y: Tensor, us: list[Tensor], factors: list[Tensor], scalings: l
     of x's gradient that comes from the frozen layer, u = s dy B with the adapter's scaling s, and the factor is A. y is
     changed in place, except in compiled code.
 
-    If an adapter is split (`Adapter.split`), its float32 matrices are represented by sums of bfloat16 matrices. As
-    described in `enter`, its u then consists of three parts of r columns, its factor of three parts of r rows, and its
-    u includes s in the forward, too.
+    If an adapter is split (`Adapter.split`), its float32 matrices are represented by sums of bfloat16 matrices (see
+    `enter`). Its u then has three parts of r columns, and its factor has three parts of r rows. In this case, u includes
+    s in the forward, too.
 
     Args:
         y: (rows, width).
@@ -215,8 +216,8 @@ def gradient_of_b(dy: Tensor, u: Tensor, adapter: Adapter, rank: int, dtype: tor
 
     Args:
         dy: (rows, N), the gradient of the layer's output.
-        u: x Aᵀ, (rows, r), from the forward. If the adapter is split: three bfloat16 matrices side by side, (rows, 3 r).
-            The sum of the first two represents s x Aᵀ. The third, a copy of the second, is not used here.
+        u: x Aᵀ, (rows, r), from the forward. If the adapter is split: three bfloat16 matrices side by side,
+            (rows, 3 r). The sum of the first two represents s x Aᵀ. The third, a copy of the second, is not used here.
         adapter: the settings of the adapter.
         rank: the rank r of the adapter.
         dtype: the dtype of the result.
@@ -229,8 +230,9 @@ def gradient_of_b(dy: Tensor, u: Tensor, adapter: Adapter, rank: int, dtype: tor
 def _parameter_product(one: Tensor, other: Tensor, factor: float, adapter: Adapter, dtype: torch.dtype) -> Tensor:
     """Return factor · one @ other in `dtype`: the gradient of A or B.
 
-    The product is rounded to the dtype of the matrices before it is converted to `dtype`. This rounding is avoided if
-    `dtype` is float32, the matrices have 16 bits, and the device can multiply with a float32 result (`adapter.wide`).
+    If `dtype` is float32, the matrices have 16 bits, and the device can multiply 16-bit matrices with a float32 result
+    (`adapter.wide`), the product is computed in float32. Otherwise it is rounded to the dtype of the matrices before it
+    is converted to `dtype`.
 
     one, other: matrices of one dtype, with shapes (M, K) and (K, N).
     factor: a number by which the product is multiplied before it is rounded.

@@ -6,12 +6,12 @@ output's size in the forward, for u Bᵀ, s u Bᵀ and the sum, and two more in 
 to y and dx in place. `factors` computes the products with A and B, in one of two modes:
 
 * *rounded*: A and B are converted to the dtype that the layer computes in, as by autocast.
-* *split*: used if A and B are float32, and the layer computes in bfloat16 without autocast (PEFT's default). A and B
+* *split*: used if A and B are float32 (PEFT's default), and the layer computes in bfloat16 without autocast. A and B
   are represented as sums of bfloat16 matrices. PEFT instead converts x and dy to float32, and multiplies in float32.
 
 [Note: kernels and bytes] For one layer with M rows, K inputs and N outputs, the table contains the number of kernels
 and the memory traffic ("moved"), both without the two products of the frozen layer. The unit of traffic is M elements
-of 2 bytes. Matrices that have r rows or columns are not counted.
+of 2 bytes: "1 K" means one pass over a bfloat16 matrix (M, K). Matrices that have r rows or columns are not counted.
 
                         PEFT, float32    split          PEFT, autocast   rounded
     kernels, forward    7                5              9                5

@@ -44,8 +44,8 @@ def let_parametrize(model: torch.nn.Module) -> None:
 def _uncounted(activated: AbstractContextManager[Any], wrapper: Any) -> Iterator[None]:
     """Return a context that enters `activated`, but preserves torch's counter of writes to the wrapped parameter.
 
-    At its end, the context also restores the parameter's entry in the `_parameters` of its module, which `activated`
-    has changed.
+    On exit, the context also restores the parameter's entry in the module's `_parameters`, which `activated` has
+    changed.
 
     activated: PEFT's context, in which the adapter is added to the parameter.
     wrapper: PEFT's wrapper of the parameter.

@@ -103,7 +103,7 @@ def _chunked_class(cls: Any) -> type:
 
 
 def _unless_born(operation: Any) -> Any:
-    """Decorator of a method of UnbornLogits. If the full logits exist, it calls their method of the same name instead.
+    """Decorate a method of UnbornLogits: if the full logits exist, call the full logits' method of this name instead.
 
     The full logits are a tensor. They exist once `UnbornLogits._born` has computed them.
     """
@@ -123,8 +123,8 @@ class UnbornLogits:
     A ChunkedHead returns it in a training forward with labels. torch's functions accept it in place of a tensor.
     cross_entropy computes the loss in chunks. Scaling, tanh, casts to float32, reshaping and slicing of rows return
     another UnbornLogits. The shape, dtype and device are known without logits. Any other operation computes the full
-    logits. From then on, every operation on this object is done on these full logits, so that it sees in-place changes
-    of them.
+    logits. From then on, this object applies every operation to these full logits, so that in-place changes of the full
+    logits have an effect on later operations.
 
     Args:
         head: the model's output layer, a ChunkedHead.
@@ -132,7 +132,7 @@ class UnbornLogits:
         hidden: the hidden states, (..., H).
         scale: the number by which the head's output is multiplied.
         cap: the softcap, or None if there is none.
-        dtype: the dtype of the logits; None for that of `hidden`.
+        dtype: the dtype of the logits; None for the dtype of `hidden`.
     """
 
     def __init__(
@@ -148,7 +148,8 @@ class UnbornLogits:
     def _view(self, hidden: torch.Tensor) -> UnbornLogits:
         """Return a placeholder for a view of the logits that this placeholder represents.
 
-        Both are marked as sharing memory, because a change in place of the full logits would also change the view.
+        Both objects are marked as sharing memory, because an in-place change of the full logits would also change the
+        view.
 
         hidden: the hidden states of the rows in the view.
         """
@@ -164,9 +165,9 @@ class UnbornLogits:
     def _born(self, asked: str) -> torch.Tensor:
         """Return the full logits, and compute them first if necessary.
 
-        Called when the model applies an operation that the placeholder does not support. Raises NotImplementedError if
-        this operation modifies the logits in place, and another placeholder represents logits in the same memory (see
-        `_view`). These other logits should change too, but would not.
+        Called when the model applies an operation that this class does not support. Raises NotImplementedError if the
+        operation modifies the logits in place, and another UnbornLogits represents logits in the same memory (see
+        `_view`): the operation should change those logits, too, but would not.
 
         asked: the name of the operation. It is logged only the first time that full logits are computed.
         """
@@ -383,9 +384,9 @@ def _why_not(model: torch.nn.Module, head: Any) -> str | None:
 def _convert(head: Any) -> None:
     """Make a model's output layer a ChunkedHead, which can compute the loss in chunks. Do nothing if it is one already.
 
-    A sharded layer gets the same class as if it had been converted first and sharded afterwards: the class of sharded
-    modules extends the ChunkedHead. Deep copies and pickles lose only the class of sharded modules (see `own_class`),
-    so they are ChunkedHeads, too.
+    A layer that is already sharded gets the same class as if it had been converted before it was sharded: a subclass of
+    DistributedModule (the class of sharded modules) and of its ChunkedHead class. Deep copies and pickles are not
+    sharded. They keep the ChunkedHead class (see `own_class`).
     """
     if isinstance(head, DistributedModule) and not isinstance(head, ChunkedHead):
         schedule = head._schedule
@@ -399,9 +400,10 @@ def _convert(head: Any) -> None:
 def _arm(model: Any, args: tuple, kwargs: dict) -> None:
     """Forward pre-hook: choose whether the head (output layer) returns logits or, in their place, an UnbornLogits.
 
-    An UnbornLogits represents the logits, and computes the loss without storing them. The head returns one if the model
-    is in training mode and gets labels. If the head was replaced since the last forward, the new one is first made a
-    ChunkedHead. If that is impossible, a warning is logged, and the new head returns logits.
+    An UnbornLogits represents the logits, and computes the loss without storing them. The head returns an UnbornLogits
+    if the model is in training mode and gets labels. If the head is not a ChunkedHead yet (it was replaced, or the
+    model is a deep copy), it is first made one. If that is impossible, a warning is logged, and the head returns
+    logits.
     """
     labels = kwargs.get("labels")
     if labels is None and args:

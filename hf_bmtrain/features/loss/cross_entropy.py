@@ -76,8 +76,8 @@ def plan(row_bytes: int, clusters: bool, shared_limit: int) -> Plan:
 
     A row is divided between 1, 2, 4 or 8 thread blocks, and each of them copies its part of the row to shared memory.
     The number of thread blocks is the smallest for which a part has at most `SHARE` bytes (72 KiB), so that the shared
-    memory of an SM has room for three thread blocks. It is 8 if even an eighth of the row is larger. What does not fit
-    into the shared memory of a thread block is read from global memory twice.
+    memory of an SM has room for three thread blocks. If even an eighth of the row is larger, the number is 8. What does
+    not fit into the shared memory of a thread block is read from global memory twice.
 
     Args:
         row_bytes: the size of a row in bytes.
@@ -331,9 +331,9 @@ class CrossEntropy:
 def rescale_(gradient: Tensor, wanted: Tensor, used: Tensor) -> None:
     """Multiply each row of `gradient` by wanted / used, in place.
 
-    Backward calls this if forward has computed the gradient with the scale `used`. Only backward knows the scale
-    `wanted`, which includes the loss scale. A row with used = 0 has a gradient of 0, and is not changed. On CUDA, rows
-    with wanted = used are neither read nor written.
+    The backward of a loss function calls this if its forward has already computed the gradient, with the scale `used`.
+    Only the backward knows the scale `wanted`, which includes the loss scale. A row with used = 0 has a gradient of 0,
+    and is not changed. On CUDA, rows with wanted = used are neither read nor written.
 
     Args:
         gradient: (N, V), a gradient that was computed with `scale=used`.

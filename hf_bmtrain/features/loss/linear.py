@@ -42,9 +42,9 @@ def linear_cross_entropy(
     """Compute `cross_entropy(hidden @ weight.T + bias, targets)` with at most `chunk_bytes` of logits in memory.
 
     With reduction "mean" or "sum", the forward computes the gradients, chunk by chunk, and the backward multiplies them
-    by the incoming gradient. With "none", the incoming gradient has a value per row, so the backward computes the
-    logits again, and from them the gradients. The weight's gradient is summed over chunks in float32. Gradients that
-    are not needed are not computed. Targets are not shifted: `targets[i]` belongs to `hidden[i]`.
+    by the incoming gradient. With "none", each row has its own incoming gradient, so the backward computes the logits
+    again, and then the gradients. The weight's gradient is summed over chunks in float32. Gradients that are not needed
+    are not computed. Targets are not shifted: `targets[i]` belongs to `hidden[i]`.
 
     `weight` and `bias` may be parameters of a sharded model (`model.lm_head.weight`), inside or outside the model's
     forward. In this case, the function is collective: every rank must call it, because it all-gathers these parameters.
@@ -259,10 +259,11 @@ def _hand_over(parameter: Tensor, gradient: Tensor | None, wanted: Tensor, used:
     and return None. For any other parameter, return the product in the parameter's dtype, for autograd. Return None if
     `gradient` is None.
 
-    gradient: float32, of the parameter's shape; overwritten.
-    wanted: (1,) float32, the factor of the losses that the result must contain. It includes the incoming gradient.
-    used: (1,) float32, the factor of the losses that `gradient` contains. With reduction "none", backward has computed
-        `gradient` for the incoming gradient already, and `wanted` and `used` are both 1.
+    parameter: the weight or the bias.
+    gradient: float32, of the parameter's shape, the gradient of used * sum(losses); overwritten.
+    wanted: (1,) float32. The product is the gradient of wanted * sum(losses). Includes the incoming gradient.
+    used: (1,) float32. With reduction "none", `gradient` includes the incoming gradients already, and `wanted` and
+        `used` are both 1.
     """
     if gradient is None:
         return None

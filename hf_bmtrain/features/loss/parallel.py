@@ -17,9 +17,8 @@ def parallel_cross_entropy_func(logits: Tensor, target: Tensor, label_smoothing:
     Collective: every rank must call it. Each rank of a group has the logits of its own classes, for the same rows.
     Without `tp_size`, this is the usual cross entropy.
 
-    All ranks of a group must compute the same total loss from the result, because the backward does not communicate.
-    Each rank multiplies the gradient that it receives for the losses by the derivatives of the losses with respect to
-    its own logits.
+    The backward does not communicate: each rank multiplies its incoming gradient of the losses by the derivatives of
+    the losses with respect to its own logits. So all ranks of a group must compute the same total loss from the result.
 
     Args:
         logits: (..., classes / tp_size), floating, the logits of this rank's classes. They are the output of a

@@ -184,7 +184,7 @@ def _preprocess(original: Callable[..., Any], model: Callable[[], Any], counts: 
             sizes. If the mask passed to it is None, it reads the positions. If it returns a mask that cannot be used
             as it is, transformers reads this mask afterwards.
         model: a weak reference to the model whose forward runs.
-        counts: whether this forward makes the positions itself, by counting 0, 1, 2 and so on.
+        counts: whether this forward makes the positions itself, as consecutive numbers (see `counts_positions`).
         *args: the arguments of `original`.
         **kwargs: the keyword arguments of `original`.
     """
@@ -217,7 +217,7 @@ def _is_full(mask: Any) -> bool:
 
 
 def _has_stock_masks(config: Any) -> bool:
-    """Return whether the masks for the attention that `config` selects are made by a function of transformers itself.
+    """Return whether a function of transformers itself makes the masks for the attention that `config` selects.
 
     Functions of transformers make the same mask from None as from a tensor of ones. A user may have registered a
     different function, which may require a tensor.
@@ -228,9 +228,10 @@ def _has_stock_masks(config: Any) -> bool:
 
 @functools.lru_cache(maxsize=256)  # limited in size, because the cache keeps the classes of models alive
 def counts_positions(forward: Callable[..., Any]) -> bool:
-    """Return whether `forward`, if it gets no `position_ids`, sets them to 0, 1 and so on in each row.
+    """Return whether `forward`, if it gets no `position_ids`, sets them to consecutive numbers in each row.
 
-    If so, no row contains several packed sequences, and transformers need not read the positions to find out.
+    The first number is 0, or the number of tokens in the cache. Then no row contains several packed sequences, and
+    transformers need not read the positions to find this out.
 
     The result is derived from the source code. It is True only if `forward` belongs to transformers, assigns to
     `position_ids` at least once, and assigns only expressions that match `_COUNTED`, such as `torch.arange(n)`.

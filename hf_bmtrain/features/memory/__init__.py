@@ -44,7 +44,7 @@ class MemoryPlanner(Observer):
     With use_checkpoint="auto", a plan decides which blocks are recomputed in backward. With keep_frozen="auto", a plan
     decides which frozen parameters stay unsharded between steps.
 
-    There is at most one planner per world. The schedule calls these methods of it:
+    There is at most one planner per world. The schedule calls these methods of the planner:
 
     * `before_forward`: before each forward of a wrapped model.
     * `finish_backward`: at the end of a backward in which memory was measured for use_checkpoint="auto". If this
@@ -93,11 +93,11 @@ class MemoryPlanner(Observer):
         """Return the recomputation policy of a block with use_checkpoint="auto", which follows the plan `activations`.
 
         Called once for each such block, when `auto_wrap` or CheckpointBlock creates it. The present plan may be left
-        over from a model that has been deleted. So if there is a rank on which all blocks measured for the plan have
-        been deleted, all ranks first replace the plan with a new, empty one.
+        over from a model that has been deleted. So if, on any rank, all blocks measured for the plan have been deleted,
+        all ranks first replace the plan with a new, empty one.
 
-        Collective: every rank must call this method. The ranks exchange whether these blocks have been deleted, because
-        they may delete a model at different times.
+        Collective: every rank must call this method. The ranks tell each other whether the measured blocks have been
+        deleted, because each rank may delete the model at a different time.
 
         block: the BlockState of the block, the object that runs its forward and backward.
         """
@@ -173,10 +173,10 @@ def choose_recompute(use_checkpoint: UseCheckpoint, block: Block, world: World) 
     Raises:
         RuntimeError: in these cases:
 
-            * `use_checkpoint` is "auto", the world's device is a GPU, and torch is older than 2.7, so it cannot count
-              the bytes that autograd saves.
-            * `use_checkpoint` is "attention", and torch is older than 2.9. There, keeping the outputs of attention
-              prevents torch.compile from compiling the functions that blocks call.
+            * `use_checkpoint` is "auto", the world's device is a GPU, and torch is older than 2.7. Such a torch cannot
+              count the bytes that autograd saves.
+            * `use_checkpoint` is "attention", and torch is older than 2.9. In such a torch, keeping the outputs of
+              attention prevents torch.compile from compiling the functions that blocks call.
     """
     if use_checkpoint is True or use_checkpoint is False:
         return ALWAYS if use_checkpoint else NEVER
@@ -205,9 +205,9 @@ def choose_recompute(use_checkpoint: UseCheckpoint, block: Block, world: World) 
 
 
 class Memory(Extension):
-    """The part of `auto_wrap` that applies its argument `keep_frozen`, and adds advice to out-of-memory errors.
+    """The part of `auto_wrap` that applies the argument `keep_frozen`, and adds advice to out-of-memory errors.
 
-    keep_frozen determines which frozen parameters stay unsharded between steps. The advice is on how to save memory.
+    keep_frozen determines which frozen parameters stay unsharded between steps. The advice says how to save memory.
 
     Args:
         options: the arguments that were passed to `auto_wrap`. Only `keep_frozen` and `cuda_graphs` are used. With CUDA

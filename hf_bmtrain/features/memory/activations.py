@@ -142,9 +142,8 @@ class AutoCheckpoint(Recompute):
         block to stay unsharded, for one of two reasons:
 
         * The block's ZeRO level is 2, so the block stays unsharded anyway.
-        * Most of these parameters are frozen, and any model has keep_frozen="auto", which may use the memory better.
-          Keeping frozen parameters unsharded from step to step saves two all-gathers per step. Keeping them unsharded
-          only from forward to backward saves one, and takes the same memory.
+        * More than half of the bytes are frozen parameters, and any model has keep_frozen="auto", which may use the
+          memory better (see `Activations.beside_residents`).
         """
         if self.block.zero_level == 2:
             return 0
@@ -186,12 +185,15 @@ class AutoCheckpoint(Recompute):
         Returns True inside saved-tensor hooks (such as those of torch's checkpoint, or of offloading, around the
         block), because these hooks decide which tensors are kept. Also returns True inside a backward.
 
-        The first call after each backward, for any block, may make a new plan, unless `MemoryPlanner.before_forward`
-        has already done so. This call is collective (every rank must make it) if the ranks exchange measurements:
+        The first call after each backward, whatever its block, may make a new plan, unless
+        `MemoryPlanner.before_forward` has already made it. This first call is collective (every rank must make it) if
+        the ranks exchange measurements for the plan:
 
-        * Before the first plan, they do so if a backward with measured blocks has ended.
-        * After the first plan, they do so only if they make every plan together (`Activations.together`).
-        * The ranks of an uneven model, which may enter different blocks, never do so. Each rank plans alone.
+        * Before the first plan, the ranks exchange measurements if a backward with measured blocks has ended.
+        * After the first plan, they exchange measurements only if they make every plan together
+          (`Activations.together`).
+        * The ranks of an uneven model, which may enter different blocks, never exchange measurements. Each rank plans
+          alone.
 
         Args:
             args: the positional arguments of the forward.
@@ -258,12 +260,12 @@ class Activations:
     The ranks make the first plan together, after an optimizer's first step, in which it allocates its state. They
     assume the largest activations and the least free memory of any rank. Each rank makes later plans by itself, if its
     inputs have grown, or if less memory is free than before. Later plans change only which blocks are recomputed, not
-    which stay unsharded. The ranks may then recompute different blocks, because the backward of a block usually calls
-    the same collectives with and without recomputation.
+    which stay unsharded. The ranks may then recompute different blocks: usually, the backward of a block calls the same
+    collectives with and without recomputation.
 
-    In two cases, the ranks plan differently:
+    There are two exceptions:
 
-    * The ranks of an uneven model, which may enter different blocks, make even the first plan by themselves.
+    * In an uneven model, whose ranks may enter different blocks, each rank makes even the first plan by itself.
     * If layers call collectives in their forwards (`together`), all ranks make every plan together.
 
     Args:
@@ -311,11 +313,9 @@ class Activations:
     def beside_residents(self) -> bool:
         """True if any model has keep_frozen="auto", so that its frozen parameters may stay unsharded between steps.
 
-        This object, the plan for use_checkpoint="auto", chooses blocks that stay unsharded from their forward to their
-        backward. If the result is True, it chooses none whose parameters are mostly frozen, because this would take the
-        memory in which keep_frozen="auto" can keep frozen parameters unsharded between steps. Keeping them between
-        steps saves two all-gathers per step; keeping them from forward to backward takes the same memory and saves only
-        one.
+        If so, the plan for use_checkpoint="auto" does not choose blocks whose parameters are mostly frozen to stay
+        unsharded from their forward to their backward. keep_frozen="auto" can use this memory better: keeping frozen
+        parameters unsharded between steps takes the same memory, and saves two all-gathers per step instead of one.
         """
         return bool(self._planner.residents)
 
@@ -323,9 +323,9 @@ class Activations:
     def together(self) -> bool:
         """True if all ranks choose together, for every plan, which blocks are recomputed.
 
-        They do so if layers call collectives in their own forwards, because all ranks must then recompute the same
-        layers. Otherwise, the ranks choose together only for the first plan, and each rank makes later plans by itself.
-        (The ranks of an uneven model make even the first plan by themselves.)
+        This is the case if layers call collectives in their own forwards, because all ranks must then recompute the
+        same layers. Otherwise, the ranks choose together only for the first plan, and each rank makes later plans by
+        itself. (Each rank of an uneven model makes even the first plan by itself.)
         """
         return self._schedule.collective_layers
 
@@ -497,9 +497,9 @@ class Activations:
     def _reading(self, stepped: bool, free: int, blocks: Sequence[AutoCheckpoint]) -> Reading:
         """Return this rank's memory measurements, from which the ranks plan together which blocks are recomputed.
 
-        The `rooms` of the returned Reading are the bytes of activations that can be kept at the forward's peak and at
-        the backward's peak. Each number is `free` minus the bytes of the buffers that keep_frozen="auto" keeps
-        unsharded between steps, and minus the bytes that are allocated between the start of the pass and the peak if
+        The `rooms` of the returned Reading are two numbers: the bytes of activations that can be kept at the forward's
+        peak, and at the backward's peak. Each number is `free`, minus the bytes of the buffers that keep_frozen="auto"
+        keeps unsharded between steps, minus the bytes that are allocated from the start of the pass to the peak if
         every block is recomputed.
 
         stepped: whether an optimizer has stepped.
@@ -519,8 +519,8 @@ class Activations:
         Until an optimizer has stepped on at least one rank, it is too early for a plan, because the optimizer's state
         is not allocated yet. No plan is made either if there is no block that all ranks have measured.
 
-        Collective: every rank must call it, and the plan is the same on every rank. Exception: the ranks of an uneven
-        model, which may enter different blocks, call it and plan independently.
+        Collective: every rank must call it, and the plan is the same on every rank. Exception: in an uneven model, each
+        rank calls this method and plans independently, because the ranks may enter different blocks.
 
         blocks: the measured blocks.
         """

@@ -39,8 +39,8 @@ _ATEN = {
 def _dropout_of(operator: Any) -> tuple[int, str] | None:
     """Return (position, name) of the dropout probability among the arguments of an attention operator.
 
-    Returns (-1, "") if the operator has no dropout probability, and None if it does not compute the forward of
-    attention, or if it writes to an argument.
+    Returns (-1, "") if the operator has no dropout probability. Returns None if the operator does not compute the
+    forward of attention, or if it writes to one of its arguments.
     """
     schema = schema_of(operator)
     if schema is None or schema.is_mutable:
@@ -76,9 +76,9 @@ def is_kept(operator: Any, args: tuple, kwargs: dict[str, Any]) -> bool:
 
 
 class _Attention(TorchDispatchMode):
-    """Base class of context managers that call their method `attend` in place of each call of attention inside them.
+    """Base class of context managers that replace calls of attention: inside them, `attend` is called instead.
 
-    Calls of attention with dropout are not replaced (see `is_kept`). This also works in compiled code.
+    Calls of attention with dropout are not replaced (see `is_kept`). Calls of attention in compiled code are replaced.
     """
 
     supports_higher_order_operators = True  # otherwise torch refuses to run higher-order operators inside this mode
@@ -169,9 +169,9 @@ class _Reuse(_Attention):
 def keep_attention() -> Contexts:
     """Return two context managers: one for a block's forward, one for the recomputation of this forward in backward.
 
-    Called before a forward whose recomputation should not compute attention again. Under the first context manager, the
-    outputs of attention are kept. Under the second, each call of attention returns the kept output instead of computing
-    it. Both share the list of kept outputs, so each forward needs its own pair.
+    Called before a forward whose recomputation should not compute attention again. Inside the first context manager,
+    the outputs of attention are kept. Inside the second, each call of attention returns the kept output. The two share
+    a list of kept outputs, so each forward needs its own pair.
     """
     outputs: list[Any] = []
     return _Keep(outputs), _Reuse(outputs)

@@ -40,8 +40,8 @@ class SavedBytes:
     def counting(self) -> Iterator[None]:
         """Return a context that adds to `nbytes` the bytes that autograd saves for backward inside it.
 
-        torch calls only the innermost saved-tensor hooks. Inside the context, these are the hooks of the context, which
-        call the hooks that were active before it, so that the earlier hooks keep working.
+        torch calls only the innermost saved-tensor hooks. So the hooks of this context call the hooks that were active
+        before, so that those keep working.
         """
         pack, unpack = top_saved_tensors_hooks(True) or (_unchanged, _unchanged)
 
@@ -219,8 +219,8 @@ class Meter:
     def read_free(self, buffers: Iterable[ShardedBuffer]) -> int:
         """Return how many more bytes of device memory this process's tensors may occupy now.
 
-        Flat buffers that are kept unsharded between steps count as free, because they can be resharded. So does the
-        memory of gradients to which no `.grad` refers: it is freed before the measurement.
+        Flat buffers that are kept unsharded between steps count as free, because they can be resharded. The memory of
+        gradients to which no `.grad` refers also counts as free: this method frees it first.
 
         buffers: the flat buffers whose unused gradient memory is freed.
         """
@@ -272,7 +272,7 @@ class Reading:
         stepped: whether the rank's optimizer has stepped, and has therefore allocated its state.
         rooms: for use_checkpoint="auto", the bytes that may still be allocated at the forward's peak, and those at the
             backward's peak. For keep_frozen="auto", one number: the bytes that the parameters kept unsharded between
-            steps may take. None if the rank does not know it yet.
+            steps may take. None if the rank has not measured this yet.
         activations: the bytes of each block's activations, in the order of `blocks`.
         attention: the bytes of the outputs of each block's attention, in the order of `blocks`.
         attention_first: whether keeping only the outputs of attention saves more time per byte than keeping all

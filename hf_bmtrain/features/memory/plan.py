@@ -10,15 +10,15 @@ _GIB = 2**30
 
 @dataclass(frozen=True)
 class Sizes:
-    """The sizes in bytes of what blocks can keep in memory until backward, from which `make_plan` makes a Plan.
+    """The input of `make_plan`: the sizes, in bytes, of the tensors that each block can keep in memory until backward.
 
-    The first three attributes are lists with one size for each block, in execution order.
+    Each of the first three attributes has one size per block, in execution order.
 
     Attributes:
         activations: all activations of each block.
-        attention: the outputs of attention, a part of the activations. 0 for a block that can keep them only
-            together with all its other activations.
-        parameters: the full parameters. 0 for a block that the plan must not keep unsharded until backward.
+        attention: the outputs of attention, which are a part of the activations. 0 if the block cannot keep them
+            without its other activations.
+        parameters: the full parameters. 0 if the plan must not keep the block unsharded until backward.
         attention_first: whether keeping only the outputs of attention usually saves more time per byte than keeping all
             activations. If True, the plan first chooses the blocks that keep only these outputs, and afterwards those
             that keep all activations.
@@ -51,8 +51,8 @@ class Plan:
         """Return a table of this plan for the log.
 
         Each row shows a choice (such as keeping the activations), the number of blocks for which it was made, and a
-        size in GiB. This is the size of the tensors that these blocks keep or, for blocks that are recomputed entirely,
-        of the activations that they do not keep.
+        size in GiB. In the row of the blocks that are recomputed entirely, it is the size of the activations that they
+        do not keep. In the other rows, it is the size of the tensors that the blocks keep.
 
         Args:
             sizes: the sizes for which `make_plan` has made this plan.
@@ -78,12 +78,13 @@ def make_plan(sizes: Sizes, forward_room: int, backward_room: int) -> Plan:
     again when inputs become larger or less memory is free.
 
     A block can keep all its activations, or only the outputs of attention, or nothing. The choice is made in three
-    rounds, each of which goes through the blocks from the last to the first, and skips blocks whose tensors do not fit:
+    rounds. Each round goes through the blocks from the last to the first, and skips blocks whose tensors do not fit:
 
     1. If `sizes.attention_first` is False, choose blocks that keep all activations. If it is True, choose blocks that
        keep only the outputs of attention.
-    2. With the memory that remains, make the other of these two choices. A block that was chosen in round 1 to keep the
-       outputs of attention may now be chosen to keep all activations instead.
+    2. Use the memory that remains. If `sizes.attention_first` is False, choose blocks that keep only the outputs of
+       attention, among the blocks not chosen in round 1. If it is True, choose blocks that keep all activations, among
+       all blocks.
     3. If every block keeps all its activations, choose blocks that stay unsharded until backward.
 
     Args:
@@ -101,7 +102,7 @@ def make_plan(sizes: Sizes, forward_room: int, backward_room: int) -> Plan:
     kept, attention = [False] * count, [False] * count
 
     def fits(index: int, size: int) -> bool:
-        """Return whether block `index` can keep `size` bytes in total until backward. If so, set `taken[index]`."""
+        """Return whether block `index` can keep `size` bytes until backward. If so, set `taken[index]` to `size`."""
         before, taken[index] = taken[index], size
         # Keeping the last block's activations does not increase the backward's peak: backward starts with this block,
         # so its activations are in memory at that time in any case, either kept or recomputed.

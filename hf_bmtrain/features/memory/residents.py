@@ -1,9 +1,9 @@
 """The option keep_frozen: keep frozen parameters unsharded between steps, either all or as many as fit ("auto").
 
 Frozen weights do not change. So a flat buffer of frozen weights needs only one all-gather if it then stays unsharded.
-Such a buffer is called resident (`ShardedBuffer.resident`). It is all-gathered again after a write to its shard. While
-one of its parameters is trainable, it is resharded like any other buffer. The same buffers must be resident on every
-rank, because an all-gather may be a collective operation, which all ranks must call.
+Such a buffer is called resident (`ShardedBuffer.resident`). After a write to its shard it is all-gathered again.
+While one of its parameters is trainable, it is resharded like any other buffer. The same buffers must be resident on
+every rank, because an all-gather may be a collective operation, which all ranks must call.
 """
 
 from __future__ import annotations
@@ -77,13 +77,13 @@ class Residents:
     Forwards without gradients (evaluation, generation) may need any amount of memory. So the resident buffers are
     resharded before such a forward, and become resident again in the next training forward.
 
-    Nothing is measured, exchanged or logged while less than a quarter of the parameters (in bytes) is frozen, or once
-    the ranks have found that no buffer fits into the available memory.
+    Nothing is measured, exchanged or logged while no buffers are chosen and less than a quarter of the parameters (in
+    bytes) is frozen, nor after the ranks have found that no buffer fits into the available memory.
 
     Args:
         model: the wrapped model. Its blocks and flat buffers are listed now, and referenced weakly.
-        planner: the MemoryPlanner that owns this object, the Residents of other models, and the plan for
-            use_checkpoint="auto".
+        planner: the MemoryPlanner of the world. It makes the plan for use_checkpoint="auto", and owns the Residents of
+            all models, including this one.
     """
 
     def __init__(self, model: torch.nn.Module, planner: MemoryPlanner) -> None:
@@ -206,11 +206,11 @@ class Residents:
             self._peak = None  # discard the measurement, because use_checkpoint="auto" has reset the allocator's peak
 
     def _is_short(self) -> bool:
-        """Return whether free memory has decreased since the ranks chose which buffers to keep unsharded.
+        """Return whether the ranks must choose again which buffers to keep unsharded between steps.
 
-        If so, the ranks must choose again. Small decreases do not count (see `_TOLERANCE`). If a block's recomputation
-        policy (use_checkpoint) has changed since the measurement of a step's peak memory began, this discards the peak
-        and also returns True. Called at the first training forward after a backward.
+        They must if free memory has decreased since the last choice by more than `_TOLERANCE` allows, or if the
+        recomputation policy (use_checkpoint) of a block has changed since the last measurement began. In the second
+        case, the measured peak is discarded. Called at the first training forward after a backward.
         """
         if self._present_policies() != self._policies:
             self._peak = None
@@ -218,9 +218,9 @@ class Residents:
         return self._planned and self._read_free() < self._free - self._spare
 
     def _read_free(self) -> int:
-        """Return how many bytes are free now. Buffers that this model keeps unsharded between steps count as free.
+        """Return how many bytes would be free now if this model kept no buffers unsharded between steps.
 
-        Buffers that other models keep unsharded do not count as free.
+        The buffers that other models keep unsharded take memory as they do now.
         """
         others = self._planner.gathered_bytes - self.gathered
         return self._meter.read_free(self._buffers()) - others
@@ -233,8 +233,8 @@ class Residents:
     def _measure(self) -> None:
         """Begin to measure the memory that steps take.
 
-        Call it while no buffer of this model is resident (kept unsharded between steps). Memory is not measured while
-        use_checkpoint="auto" measures it, because that measurement resets the allocator's peak.
+        Call it while no buffer of this model is resident (kept unsharded between steps). While use_checkpoint="auto"
+        measures memory, this measurement does not begin, because use_checkpoint="auto" resets the allocator's peak.
         """
         self._policies = self._present_policies()
         self._meter.note_versions(self._buffers())
@@ -273,9 +273,10 @@ class Residents:
             self._peak = max(self._peak, self._meter.taken())
 
     def _room(self) -> int | None:
-        """Return how many bytes the buffers that this model keeps unsharded between steps may take in total.
+        """Return the total number of bytes that this model may keep unsharded between steps; None if still unknown.
 
-        Returns None while this number is unknown. Also updates `_free`, the bytes that are free at the start of a pass.
+        Called at the start of a pass. Also updates `_free`, the smallest number of bytes that were free at the start of
+        a pass since measuring began.
         """
         # No buffer of this model is resident here, so `resident_bytes` contains only buffers of other models.
         free, others = self._read_free(), self._planner.resident_bytes
@@ -341,8 +342,8 @@ class Residents:
     def reshard(self) -> None:
         """Free the full buffers that were kept unsharded between steps, because a forward may need their memory.
 
-        Called at the start of a forward of this model: one without gradients, or a training forward that must be
-        measured. The next training forward may make the same buffers resident (unsharded between steps) again.
+        Called at the start of a forward without gradients, and of a training forward that must be measured. The next
+        training forward may make the same buffers resident (unsharded between steps) again.
 
         If the forward runs inside the forward of a block of another model, the full buffers are not freed at once. But
         they are no longer resident, so each of them is freed after its next use.

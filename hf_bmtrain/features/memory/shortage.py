@@ -15,7 +15,7 @@ from ...engine.sharding.slots import buffers_of
 
 
 def follow_shortage(model: torch.nn.Module, world: World) -> None:
-    """Make out-of-memory errors describe the memory of `model` from now on, instead of that of an earlier model.
+    """Make all later out-of-memory errors describe the memory of `model`, and no longer that of an earlier model.
 
     Args:
         model: the model that has just been sharded.
@@ -33,7 +33,7 @@ class Shortage(Observer):
 
     This observer is registered by `follow_shortage`. When memory runs out, the schedule calls `out_of_memory`, and adds
     the returned text to the error as a note (in Python 3.10, it logs the text). The table and the advice are about this
-    rank's memory and about one model: the constructor's argument, until `follow` is called with another model.
+    rank's memory and about one model: the one that was last passed to the constructor or to `follow`.
 
     Args:
         model: the sharded model.

@@ -110,7 +110,9 @@ def _is_mlp(module: torch.nn.Module, shared: set[int]) -> bool:
 
 
 def _calls_dropout(names: Sequence[str], module: torch.nn.Module) -> bool:
-    """Return whether the forward of `module` calls torch.nn.functional.dropout, instead of a submodule `dropout`.
+    """Return whether the forward of `module` seems to call the function torch.nn.functional.dropout.
+
+    Calls of a submodule that is named `dropout` do not count.
 
     names: the names of globals and attributes that the code of this forward uses.
     """

@@ -1,10 +1,12 @@
 """The forward and backward of a module that processes its tokens in chunks.
 
-In autograd's graph, the module consists of two nodes: first `_Keep`, which saves the input, and then `_Compute`, which
-computes the output and saves nothing. This saves time if the block of an MLP is recomputed, because torch's checkpoint
-ends a recomputation at the last tensor that autograd saves. If nothing after the MLP saves a tensor, this is the input
-of the MLP, so the recomputation of the block does not compute the MLP. In backward, `_Compute` runs first. It only
-passes the output's gradient to `_Keep`, which recomputes each chunk and computes all gradients.
+In autograd's graph, the module consists of two nodes. In the forward, `_Keep` saves the input, and then `_Compute`
+computes the output and saves nothing. In backward, `_Compute` runs first and only passes the output's gradient to
+`_Keep`. Then `_Keep` recomputes each chunk and computes all gradients.
+
+Two nodes save time if the block of an MLP is recomputed. torch's checkpoint ends the recomputation of a block as soon
+as it has the last tensor that autograd saved in the forward. If nothing after the MLP saves a tensor, the last one is
+the MLP's input, so the recomputation of the block ends before the MLP.
 """
 
 from __future__ import annotations
@@ -205,7 +207,7 @@ class _Compute(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor):
         ctx.call.gradient = gradients[0]
-        # The gradient of `tokens` is a placeholder that takes no memory: `_Keep` reads `call.gradient` instead.
+        # Return zeros that take no memory as the gradient of `tokens`. `_Keep` ignores them: it reads `call.gradient`.
         return None, gradients[0].new_zeros(()).expand(ctx.shape)
 
 

@@ -83,7 +83,7 @@ class Matrix:
 
     @cached_property
     def counts(self) -> list[int]:
-        """The number of elements of the matrix that each rank stores, in the order of ranks.
+        """The numbers of elements of the matrix that the ranks store, in rank order.
 
         In the flattened matrix, the elements of rank 0 come first, then those of rank 1, and so on. Each rank sends its
         elements to the owner of the matrix, and gets as many elements of the result back.
@@ -91,7 +91,7 @@ class Matrix:
         return [max(0, stop - start) for start, stop in map(self._range, range(self._size))]
 
     def local(self, rank: int) -> tuple[int, int]:
-        """Return (start, stop): which elements of the local parameter of `rank` belong to the matrix.
+        """Return (start, stop) of the matrix's elements, as indices into the flat local parameter of `rank`.
 
         The local parameter consists of the elements that `rank` stores. Returns (0, 0) if none of them belongs to the
         matrix.

@@ -71,7 +71,7 @@ class MuonOptimizer(AdamOptimizer):
 
             * A setting is out of range.
             * A parameter's dtype is not supported.
-            * `params` is a model that has no matrix in a block, or of which `tp_size` has split a parameter.
+            * `params` is a model without a matrix in a block, or a model with a parameter that `tp_size` has split.
             * `params` is an empty list, or one of its groups lacks "muon".
             * A group with "muon": True has a parameter that is not a matrix or a stack of matrices, or that `tp_size`
               has split.
@@ -357,7 +357,7 @@ def _momentum(run: Run) -> StateTensors:
 
 
 def _expect_amount(name: str, value: Any) -> None:
-    """Raise TypeError or ValueError unless `value` is a number, or a tensor of one element, finite and at least 0.
+    """Raise TypeError or ValueError unless `value` is a finite number of at least 0, or a tensor with one such number.
 
     name: the name of the setting, for the message.
     """

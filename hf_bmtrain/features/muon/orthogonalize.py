@@ -1,7 +1,6 @@
 """Muon's arithmetic on full matrices: the Newton–Schulz iteration, and the factor that multiplies the learning rate.
 
-The operations and their order are those of torch.optim.Muon, so that the results for a 2-D matrix are bitwise equal to
-its results.
+The operations and their order are those of torch.optim.Muon. For a 2-D matrix, both give bitwise equal results.
 """
 
 from __future__ import annotations

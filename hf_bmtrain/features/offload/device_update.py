@@ -23,14 +23,14 @@ class DeviceUpdate:
 
     * An upload waits until its buffer is free (its previous contents have been downloaded), and until the download of
       the same chunk in the previous step is complete.
-    * An update waits for the upload of its chunk. It also waits for all work that is in the caller's current stream
-      when the caller asks the iterator of `carry` for the first event. This work computes the gradients and the step's
-      scalars (such as bias corrections), and may still read the old weights.
+    * An update waits for the upload of its chunk. It also waits for all work that the caller has queued on its current
+      stream before the first `next` of the iterator that `carry` returns. This work computes the gradients and the
+      step's scalars (such as bias corrections), and may still read the old weights.
     * A download waits for the update of its chunk.
 
     The updates read gradients and the step's scalars, and write weights. The caller's current stream does not wait for
-    these updates by itself. Before the caller queues work that uses the weights, or that overwrites gradients or
-    scalars, it must therefore make this stream wait: by `wait()` of the events that `carry` yields, or of `updated`.
+    these updates by itself. The caller must therefore call `wait()` of the events that `carry` yields, or of `updated`,
+    before it queues work that uses the weights, or that overwrites gradients or scalars.
 
     Attributes:
         updated: the event that completes when the last queued update is complete.

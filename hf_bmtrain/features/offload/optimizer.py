@@ -107,10 +107,10 @@ class AdamOffloadOptimizer(AdamOptimizer):
 
             w ← w − lr·δ    δ = (m/(1−β₁ᵗ)) / (√(v/(1−β₂ᵗ)) + eps) + wd·w
 
-        With `decoupled=False`, the term wd·w is left out, because m contains it. δ is computed even if the step did not
-        change the weights, because lr is 0 or because of `hold_steps`. The mean is over the elements, on all ranks, of
-        the parameters that had a gradient. It was computed in `step`. So this call is not collective, and only waits
-        for the device. A skipped step does not change the value.
+        With `decoupled=False`, the term wd·w is left out, because m contains it. Steps that do not change the weights
+        (with lr=0, or within `hold_steps`) have a δ too. The mean is over all elements, on all ranks, of the parameters
+        that had a gradient. `step` has computed it, so this call is not collective, and only waits for the device. A
+        skipped step does not change the value.
         """
         return 0.0 if self._delta is None else self._delta[0].item()
 
@@ -119,10 +119,10 @@ class AdamOffloadOptimizer(AdamOptimizer):
 
             w ← w − lr·δ    δ = (m/(1−β₁ᵗ)) / (√(v/(1−β₂ᵗ)) + eps) + wd·w
 
-        With `decoupled=False`, the term wd·w is left out, because m contains it. δ is computed even if the step did not
-        change the weights, because lr is 0 or because of `hold_steps`. The variance (biased, with divisor n) is over
-        the n elements, on all ranks, of the parameters that had a gradient. It was computed in `step`. So this call is
-        not collective, and only waits for the device. A skipped step does not change the value.
+        With `decoupled=False`, the term wd·w is left out, because m contains it. Steps that do not change the weights
+        (with lr=0, or within `hold_steps`) have a δ too. The variance (biased, with divisor n) is over all n elements,
+        on all ranks, of the parameters that had a gradient. `step` has computed it, so this call is not collective, and
+        only waits for the device. A skipped step does not change the value.
         """
         return 0.0 if self._delta is None else self._delta[1].item()
 
@@ -161,9 +161,9 @@ class AdamOffloadOptimizer(AdamOptimizer):
         for owner in dict.fromkeys(self._states[number].run.owner for number in self._in_order(left)):
             if isinstance(owner, ShardedBuffer) and owner.update.ticket is not None:
                 owner.update.announce(owner.shard)
-        # 4. A run cannot contain both parameters that were updated during the backward and other parameters, so step 1
-        # may have split runs. If so, discard the division into runs, by an empty `_active`. The next backward then
-        # updates no parameters, and the next `step` makes new runs, without this split.
+        # 4. A run cannot contain both parameters that were updated during the backward and other parameters, so
+        # `_arrange` may have split runs. If so, discard the division into runs: set `_active` to an empty list. The
+        # next backward then updates no parameters, and the next `step` makes new runs, without this split.
         if rearranged and early:
             self._active = []
         self._early = _EarlyUpdates()
@@ -245,16 +245,15 @@ class AdamOffloadOptimizer(AdamOptimizer):
         * all parameters, in the first step of the optimizer, in the first step after the caller has changed
           `optimizer.state`, and in the first step after `load_state_dict` (but usually not after `bmt.load_state`),
         * all parameters, in the first step after some were moved to a parameter group with other settings, or removed,
-        * the parameters of a flat buffer (usually those of a block), if a different set of them has a gradient than in
-          the last step. If this backward has updated other flat buffers, the backward of the following step updates
-          nothing, and its `step` updates all parameters,
+        * the parameters of a flat buffer (usually of a block), if those with a gradient are not the same as in the last
+          step. If the backward has updated other flat buffers in this step, all parameters are updated only by `step`
+          in the following step,
         * the parameters of a flat buffer, if the last trainable parameter of the buffer has no gradient,
         * the parameters of a flat buffer, if other code, such as a hook during the backward, has replaced the `.grad`
           of one of them before their update,
-        * all parameters of an uneven model, that is, a model in which the ranks may run different blocks. Its gradients
-          are complete only at the end of the backward: one rank may compute its gradients of a block late, when the
-          ranks have already averaged the block's gradients without them. Then the ranks average once more, and add the
-          second mean to the first.
+        * all parameters of an uneven model, that is, a model in which the ranks may run different blocks. If one rank
+          computes its gradients of a block late, the ranks average the gradients of this block a second time, and add
+          the second mean to the first. So the gradients are complete only at the end of the backward.
 
         If the backward raises an error, the updates that it has made remain, and the gradients that they used are
         dropped. Training can go on with the next batch.
@@ -333,8 +332,8 @@ class AdamOffloadOptimizer(AdamOptimizer):
 
         A hook calls this during the backward. In these cases it does nothing, and leaves the update to `step`:
 
-        * No valid division of the parameters into runs (parameters updated together) is left from an earlier step.
-        * No parameter of the buffer has a gradient, or the set of those that have one differs from the last step's.
+        * There is no valid division of the parameters into runs (parameters updated together) from an earlier step.
+        * No parameter of the buffer has a gradient, or those with a gradient are not the same as in the last step.
         * Other code has replaced the `.grad` of a parameter of the buffer.
         * The parameter groups have changed since the last step (see `_keep_settings`).
 
@@ -367,7 +366,7 @@ class AdamOffloadOptimizer(AdamOptimizer):
         self._early.settings = _snapshot(self._settings())
 
     def _keep_settings(self, parameters: Iterable[torch.nn.Parameter]) -> bool:
-        """Return whether the parameter groups still have the settings with which these parameters would be updated.
+        """Return whether these parameters still have the settings that an update during the backward would use.
 
         An update during the backward uses the groups in which the parameters were when `_arrange` last divided them
         into runs (parameters that are updated together). The result is False if the caller has since moved some of

@@ -15,10 +15,10 @@ those of bitsandbytes with `quant_type="nf4"`, `blocksize=64` and compressed sta
 A cell of `nf4_float32` has the same codes, followed by 256 scales in float32, as in bitsandbytes without compressed
 statistics.
 
-A cell of `fp8` has 16,384 elements in float8_e4m3fn, followed by 256 scales in float32 (the largest magnitude / 448).
-The scales are not compressed, because they take only 0.5 of the 8.5 bits per element. Each scale belongs to 64
-consecutive elements and not to a tile of 128 x 128. So a tensor of any shape can be divided into cells, and a single
-kernel unpacks all formats.
+A cell of `fp8` has 16,384 elements in float8_e4m3fn, followed by 256 scales in float32. A scale is the largest
+magnitude of its 64 elements, divided by 448. The scales are not compressed, because they take only 0.5 of the 8.5 bits
+per element. Each scale belongs to 64 consecutive elements and not to a tile of 128 x 128. So a tensor of any shape can
+be divided into cells, and a single kernel unpacks all formats.
 """
 
 from __future__ import annotations
@@ -312,7 +312,7 @@ def _blocks(flat: Tensor) -> Tensor:
 def variant(form: Format, dtype: torch.dtype) -> Variant:
     """Return the CUDA source file and the macros from which the kernel that unpacks weights is compiled.
 
-    The source, kernels/quantize.cu, serves all formats and dtypes. The macros select one of each.
+    The source, kernels/quantize.cu, serves all formats and dtypes. The macros select one format and one dtype.
 
     form: the format of the packed weights.
     dtype: the dtype of the unpacked weights: float32, float16 or bfloat16.

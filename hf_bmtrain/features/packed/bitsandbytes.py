@@ -63,8 +63,8 @@ def admit_quantized(model: torch.nn.Module) -> None:
 def refuse_quantized(model: torch.nn.Module, why: str) -> None:
     """Raise ValueError if bitsandbytes has quantized a weight of `model`.
 
-    `auto_wrap` calls this in two cases in which it cannot shard such weights: if `quantize_frozen` is given, and if the
-    model was wrapped before and only parameters that were added since are sharded.
+    `auto_wrap` calls this in the two cases in which it cannot shard such weights: if `quantize_frozen` is given, and if
+    the model is already wrapped, so that the call only shards parameters that were added since.
 
     why: a sentence that ends the error message and says what to do, such as "Leave out quantize_frozen='nf4'."
     """
@@ -75,8 +75,8 @@ def refuse_quantized(model: torch.nn.Module, why: str) -> None:
 def quantized_facts(model: torch.nn.Module) -> dict[str, str]:
     """Return the format and the unpacked dtype of each weight of `model` that bitsandbytes has quantized, as text.
 
-    `auto_wrap` uses the result to check that all ranks pass the same model: it must be equal on every rank. First call
-    `admit_quantized`, which refuses unsupported weights.
+    `auto_wrap` checks that the result is the same on every rank, because all ranks must pass the same model. Call
+    `admit_quantized` first, which refuses unsupported weights.
 
     Returns:
         A dict with one entry for each weight, for example
@@ -243,7 +243,7 @@ def _unpack(packed: PackedParameter, device: torch.device) -> torch.nn.Parameter
 
 
 def _forget(model: torch.nn.Module) -> None:
-    """Remove the attributes by which transformers recognizes a quantized model, from its modules and configuration."""
+    """Clear, in the modules and their configurations, the attributes that mark `model` as quantized."""
     for module in model.modules():
         noted = vars(module)
         if noted.pop("hf_quantizer", None) is not None:

@@ -285,7 +285,7 @@ class UnpackedSlice(ShardTensor):
 
 
 def written(parameter: DistributedParameter | ShardTensor) -> RuntimeError:
-    """Create the error for a write to a quantized parameter, which would be lost. The caller raises it.
+    """Create the error for a write to a quantized parameter, because the write would be lost. The caller raises it.
 
     parameter: the quantized parameter, or its unpacked copy (`UnpackedSlice`), to which a write was made or attempted.
     """

@@ -43,9 +43,9 @@ def check_parity(
     Collective: every rank must call it. Both steps run on this rank's `batch`, in the model's current mode (dropout
     included), from the same random states:
 
-    * The sharded step runs the wrapped model. With use_checkpoint=False or, on the CPU, "auto", its backward recomputes
-      no block. In all other cases, it recomputes every block completely, although "attention" and, on a GPU, "auto"
-      usually keep some activations.
+    * The sharded step runs the wrapped model. Its backward recomputes no block if use_checkpoint is False, or "auto" on
+      the CPU. With any other use_checkpoint, it recomputes every block completely. (In training, "attention" keeps some
+      activations, and so may "auto" on a GPU.)
     * The plain step runs the model's own code on full copies of the weights, without all-gathers, reductions,
       recomputation or compiled blocks. LoRA layers, experts, their adapters and MLPs with `mlp_chunks` run the original
       forwards of transformers and PEFT.
@@ -74,10 +74,10 @@ def check_parity(
             `functools.partial(torch.optim.AdamW, lr=1e-3)`. None uses SGD with lr=0.1.
         bound: the allowed relative difference, 0 or more. An element may differ by at most `bound` times a reference,
             which is computed from the plain step. For an output or update, the reference is its largest magnitude. For
-            a gradient, it is its largest magnitude plus a fifth of the largest magnitude in all gradients. An update
-            may differ by one rounding error more: the weight's largest magnitude times the eps of its dtype. None
-            allows 1e-10 in float64, 1e-5 in float32, and 2e-2 if weights, outputs or autocast are in 16 bits.
-            In 16 bits, correct LoRA layers may exceed this bound, because their original forward rounds intermediate
+            a gradient, the reference is its largest magnitude plus a fifth of the largest magnitude in all gradients.
+            An update may differ by one rounding error more: the weight's largest magnitude times the eps of its dtype.
+            If `bound` is None, it is 1e-10 in float64, 1e-5 in float32, and 2e-2 if weights, outputs or autocast are in
+            16 bits. In 16 bits, correct LoRA layers may exceed it, because their original forward rounds intermediate
             results at different points; compare such a model in float32.
         verbose: whether to print the table on rank 0.
 

@@ -64,9 +64,9 @@ class Parity:
     `check_parity` runs one training step twice: with the sharded model (the sharded step), and with full weights in
     plain torch (the plain step). A Parity contains the differences between these two steps.
 
-    Its `str` is a table. For each block, and for each module or parameter outside blocks, it has up to three lines: one
-    with the largest difference of the outputs, one with that of the gradients, and one with that of the weight updates.
-    "Largest" means relative to the allowed difference.
+    Its `str` is a table. For each block, and for each module or parameter outside blocks, it has up to three lines: the
+    largest difference of an output, the largest of a gradient, and the largest of a weight update. "Largest" means
+    relative to the allowed difference.
 
     Attributes:
         differences: one for each compared item, in this order: outputs, in the order in which forwards ended; the loss;

@@ -37,7 +37,7 @@ def gather_full_params(model: torch.nn.Module) -> Wholes:
 def shown_plain(model: torch.nn.Module, full_params: Wholes) -> Iterator[None]:
     """Return a context manager that makes `model` run its original code with `full_params` as its weights.
 
-    `check_parity` uses it to compute the results of plain torch, with which it compares those of the sharded model. In
+    `check_parity` uses it to compute the results of plain torch, and compares the sharded model's results with them. In
     the context, the model performs no all-gathers, reductions or recomputations, and compiled blocks run without
     compilation. The context is also used when Trainer saves full weights, so that `save_pretrained` finds full
     parameters in all modules.

@@ -42,11 +42,12 @@ class Change(NamedTuple):
 class LiveBytes(TorchDispatchMode):
     """Context manager that counts the bytes of all tensor storages on the meta device, which represents a GPU.
 
-    A storage counts from the operation that creates it until it is freed, with its current size, which
-    `UntypedStorage.resize_` may change. Page-locked tensors (`pin_memory=True`) count as host memory. Tensors on the
-    meta device have no values, so reading a value on the host returns 0 or False. `torch.equal`, and reading a result
-    of `torch.all`, return True, because models call these functions to test for the usual case, such as a mask without
-    padding.
+    A storage counts with its current size, from the operation that creates it until it is freed.
+    `UntypedStorage.resize_` may change this size. Page-locked tensors (`pin_memory=True`) count as host memory.
+
+    Tensors on the meta device have no values, so reading a value on the host returns 0 or False. `torch.equal`, and
+    reading a result of `torch.all`, return True instead, because models call these functions to test for the usual
+    case, such as a mask without padding.
 
     Args:
         label: a function that returns the name of the part of the step that is running, for `Change.label`.
@@ -171,8 +172,8 @@ def workspace(function: Any, args: tuple) -> int:
     """Return the size in bytes of the temporary memory that an operation would allocate and free again on CUDA.
 
     Called for each operation on the meta device, where no such memory (workspace) is allocated. The size is computed
-    from the shapes of the arguments. It is 0 for all operators except the backwards of flash attention and of
-    memory-efficient attention.
+    from the shapes and dtypes of the arguments. It is 0 for all operators except the backwards of flash attention and
+    of memory-efficient attention.
 
     Args:
         function: the operator, such as `torch.ops.aten.mm.default`.

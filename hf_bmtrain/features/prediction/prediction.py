@@ -73,7 +73,7 @@ class Prediction:
 
     @property
     def device(self) -> int:
-        """The bytes used on the device at the peak of the step: `peak`, and the CUDA context and libraries (`context`).
+        """The bytes used on the device at the peak of the step: `peak` plus `context` (the CUDA context and libraries).
 
         Fragmentation of torch's allocator may take additional memory.
         """
@@ -154,7 +154,7 @@ def _table(done: Simulated, vocabulary: int | None, shapes: set[tuple[int, ...]]
 
     A purpose says what memory is used for, such as "gradient" (see `ROWS`).
 
-    done: the simulation.
+    done: the result of the simulation.
     vocabulary: the size of the model's vocabulary, by which logits are recognized; None if it is unknown.
     shapes: the shapes of all parameters.
     """

@@ -204,7 +204,7 @@ def _peak(live: LiveBytes, first: int) -> int:
 def _label(world: World, stage: str) -> str:
     """Return the name of the part of the step that is running, for `Change.label`.
 
-    In the forward it is "block", or "outside" if no block is running. In the backward it is
+    In the forward, the name is "block" while a block is running, and otherwise "outside". In the backward, it is
     "recomputation" while a forward is repeated, and otherwise "backward". At other times it is `stage`.
 
     world: the simulated world.

@@ -142,8 +142,8 @@ class Replay:
         The forward must run inside the context.
 
         Args:
-            args: the positional arguments of the forward. Of each mutable container in them (list, dict, cache), the
-                references to its items are saved, because the forward may change the container. Tensors are not copied.
+            args: the positional arguments of the forward. The forward may change mutable containers in them (lists,
+                dicts, caches), so references to the items of these containers are saved. Tensors are not copied.
             kwargs: the keyword arguments of the forward. Containers in them are saved in the same way.
 
         Returns:
@@ -167,10 +167,10 @@ class Replay:
             self._last = weakref.ref(buffers)
 
     def _copy_buffers(self, buffers: Buffers, attributes: Attributes, observed: dict[Place, bool]) -> set[Place]:
-        """Copy the buffers to which something may write in place before the backward of the next forward.
+        """Before a forward, copy the buffers to which something may write in place until the backward of this forward.
 
-        The class documentation of `Replay` lists the cases. Returns the buffers that are new, that is, no earlier
-        forward in this mode had them. New buffers are always copied.
+        The class documentation of `Replay` lists the cases. Returns the new buffers, that is, those that no earlier
+        forward in this mode had. They are always copied.
 
         buffers: the layer's present buffers. Their copies are stored in this object.
         attributes: the layer's present attributes.
@@ -184,9 +184,9 @@ class Replay:
         # Always copy the buffers of batch and instance norms (`norms`), because writes to them may go unnoticed. Such a
         # write does not increment the version (counter of writes), and may leave the values unchanged, for example if
         # the first input is zero.
-        # In training mode, these buffers count as written by the forward (`written`). In evaluation mode they also do,
-        # if the norm does not count its batches: a later forward in training mode could write them before the backward,
-        # and `Buffers.written_since` would not notice it.
+        # In training mode, these buffers count as written by the forward (`written`). If the norm does not count its
+        # batches, they count as written in evaluation mode, too: a later forward in training mode could write them
+        # before the backward, and `Buffers.written_since` would not notice this write.
         norms = {place for place in buffers.places if place[0] in attributes.norms} if modes else set()
         written = (self._written & buffers.places.keys()) | {
             place for place in norms if modes[place[0]] or buffers.dicts[place[0]].get("num_batches_tracked") is None
@@ -345,7 +345,7 @@ class Buffers:
         """Save copies of the values of some buffers. A buffer that several modules share is copied once.
 
         places: the buffers to copy.
-        written: those buffers among them to which the forward is known to write in place.
+        written: those of `places` to which the forward is known to write in place.
         """
         self.copies = _clones({id(self.places[place]): self.places[place] for place in places})
         self.written = {id(self.places[place]) for place in written}
@@ -368,8 +368,8 @@ class Buffers:
     def changed(self, written: set[Place]) -> set[Place]:
         """Return all buffers that the forward has changed: those that it has replaced, removed or written to in place.
 
-        written: buffers to which the forward has just been found to write. They are included in the result, and so are
-            those of the attribute `written`, which were known before.
+        written: the buffers to which the forward has just been found to write in place. The result contains them, and
+            also the buffers in the attribute `self.written`, of which this was known before the forward.
         """
         found = {
             (index, name)
@@ -465,7 +465,7 @@ _ABOUT |= {getattr(torch.Tensor, name) for name in _METHODS}
 
 
 def _lost(name: str, buffer: torch.Tensor) -> torch.Tensor:
-    """Return a `_Lost` tensor, whose use raises an error, with the shape, dtype and device of `buffer`.
+    """Return a `_Lost` tensor with the shape, dtype and device of `buffer`. Using it raises an error.
 
     name: the name of the buffer, for the error.
     """
@@ -514,8 +514,8 @@ class Snapshot:
         Args:
             model: the model.
             device: the device whose default generator is saved, in addition to the CPU's.
-            arguments: the arguments of the model's forward. Of the mutable containers in them (lists, dicts, caches),
-                the references to their items are saved. Tensors are not copied.
+            arguments: the arguments of the model's forward. For mutable containers in them (lists, dicts, caches),
+                references to the items are saved. Tensors are not copied.
         """
         defaults = [torch.default_generator]
         if device.type != "cpu":
@@ -686,8 +686,8 @@ class Attributes:
     Attributes:
         buffers: the attribute `_buffers` of each module.
         norms: the indices of batch and instance norms among the modules. In training mode, they write their buffers.
-        hooks: one list of the dicts in which the modules inside the layer (not the layer itself) store their forward
-            hooks and the options of these hooks. `Hooks` takes it as its argument.
+        hooks: the dicts in which the modules inside the layer (not the layer itself) store their forward hooks and the
+            options of these hooks, in one list. This list is the argument of `Hooks`.
         generators: the random generators in the attributes, also inside containers and tuples.
     """
 

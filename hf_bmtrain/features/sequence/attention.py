@@ -1,9 +1,9 @@
 """The attention function of models whose rows (sequences) are shared by several ranks.
 
 The function exchanges queries, keys and values, so that each rank has all tokens of some heads. For these heads it
-calls the model's own attention function ("sdpa", "flash_attention_2", ...). For each such function, the function of
-this file is registered with transformers under a new name, such as "sequence_of_sdpa". transformers makes the same
-masks for it as for the model's own function. No existing name is redefined.
+calls the model's own attention function ("sdpa", "flash_attention_2", ...). The function of this file is registered
+with transformers under a new name for each of these functions, such as "sequence_of_sdpa". For the new name,
+transformers makes the same masks as for the model's own function. No existing name is redefined.
 """
 
 from __future__ import annotations
@@ -149,7 +149,7 @@ def _at_own_temperature(module: Any, parts: Parts, query: torch.Tensor) -> torch
 
     Such a layer multiplies each query by a factor that depends on the query's position in the row. Its forward has
     already done so, but for wrong positions: as if this rank's first token were the first of the row. This function
-    divides by the factor of the wrong position, and multiplies by that of the right one.
+    divides by the factor of the wrong position, and multiplies by the factor of the right position.
 
     Args:
         module: the Llama4TextAttention.
@@ -179,8 +179,8 @@ def _common_dtype(*tensors: torch.Tensor) -> torch.dtype:
 def _function(inner: str, module: torch.nn.Module) -> Callable[..., Any]:
     """Return the attention function of transformers named `inner`.
 
-    transformers does not register a function under the name "eager". It is looked up in the file that defines the class
-    of `module`, then in the files of its base classes.
+    transformers does not register the function "eager". This function is looked up in the file that defines the class
+    of `module`, then in the files of the base classes.
     """
     functions: Any = getattr(sys.modules["transformers.modeling_utils"], _INTERFACE)
     files = [sys.modules.get(each.__module__) for each in type(module).__mro__] if inner == "eager" else []
@@ -215,9 +215,9 @@ def _check(
 class _Share:
     """A proxy of an attention module, through which transformers' attention function computes only this rank's heads.
 
-    It replaces the module as the function's argument `module`. Its `num_key_value_groups` and `sinks` are those of
-    this rank's heads. Its `config._attn_implementation` is `inner`. (In the module's own config, this may be the name
-    of a function of this file, such as "sequence_of_sdpa".) All other attributes are those of the module.
+    The proxy replaces the module as the function's argument `module`. The proxy's `num_key_value_groups` and `sinks`
+    are those of this rank's heads. Its `config._attn_implementation` is `inner`. (In the module's own config, this may
+    be the name of a function of this file, such as "sequence_of_sdpa".) All other attributes are those of the module.
 
     Args:
         module: the attention module.

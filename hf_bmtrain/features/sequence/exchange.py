@@ -3,9 +3,9 @@
 Every rank of the group must call each of these functions, and run its backward.
 
 Each rank computes gradients of parameters from its own tokens only. The gradient for whole rows is the sum over the
-ranks of the group, but gradients are later averaged over all ranks, which divides this sum by the size of the group. To
-correct this, the backward of `gather_tokens` and `mean_over_group` returns the size of the group times the gradient.
-(`gather_tokens` multiplies by the size; `mean_over_group` leaves out the division by it.)
+ranks of the group. But gradients are later averaged over all ranks, which also divides this sum by the size of the
+group. The functions below correct this in backward: `gather_tokens` multiplies the gradient by the size of the group,
+and `mean_over_group` does not divide the gradient by the size, unlike the usual backward of a mean.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Division = Sequence[Sequence[range]]
 
 
 def heads_from_rows(parts: Parts, heads: Division, *tensors: Tensor) -> tuple[Tensor, ...]:
-    """Exchange this rank's tokens of all heads for all tokens of this rank's heads, in one all-to-all.
+    """Turn this rank's tokens, with all heads, into all tokens, with this rank's heads (one all-to-all).
 
     Called before attention, for queries, keys and values, so that each rank can compute the attention of its heads over
     all tokens of the rows (sequences). Collective: every rank of the group that shares the rows must call it.
@@ -42,7 +42,7 @@ def heads_from_rows(parts: Parts, heads: Division, *tensors: Tensor) -> tuple[Te
 
 
 def rows_from_heads(parts: Parts, heads: Sequence[range], tensor: Tensor) -> Tensor:
-    """Exchange all tokens of this rank's heads for this rank's tokens of all heads, in one all-to-all.
+    """Turn all tokens, with this rank's heads, into this rank's tokens, with all heads (one all-to-all).
 
     Called after attention, in which each rank has computed the output of its heads for all tokens of the rows
     (sequences). Collective: every rank of the group that shares the rows must call it.
@@ -61,13 +61,13 @@ def rows_from_heads(parts: Parts, heads: Sequence[range], tensor: Tensor) -> Ten
 def gather_tokens(parts: Parts, tensor: Tensor) -> Tensor:
     """Gather the tokens of all ranks that share rows: (rows, this rank's tokens, ...) becomes (rows, all tokens, ...).
 
-    Collective: every rank of the group must call it. All ranks must compute the same loss from the result. Then the
-    gradient of the result is equal on all ranks, and backward needs no communication: it selects this rank's tokens of
-    the gradient, and multiplies them by the number of ranks in the group.
+    Collective: every rank of the group must call it. All ranks of the group must compute the same loss from the result.
+    Then the gradient of the result is equal on these ranks, and backward needs no communication: it selects this rank's
+    tokens of the gradient, and multiplies them by the number of ranks in the group.
 
-    The multiplication corrects the gradients of parameters. Each rank computes them from its own tokens only, so they
-    should be summed over the group. But later they are averaged over all ranks, which also divides the group's sum by
-    the size of the group.
+    The multiplication corrects the gradients of parameters. Each rank computes gradients of parameters from its own
+    tokens only, so these gradients should be summed over the group. Instead, they are later averaged over all ranks,
+    which also divides the sum by the size of the group.
 
     Args:
         parts: the division of the tokens of a row (sequence) among the ranks.
@@ -93,7 +93,7 @@ def mean_over_group(parts: Parts, loss: Tensor) -> Tensor:
 
 
 def _scatter_heads(parts: Parts, heads: Division, tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Exchange this rank's tokens of all heads for all tokens of this rank's heads, in one all-to-all without autograd.
+    """Turn this rank's tokens, with all heads, into all tokens, with this rank's heads, without autograd.
 
     Collective: every rank of the group must call it.
 
@@ -116,12 +116,12 @@ def _scatter_heads(parts: Parts, heads: Division, tensors: Sequence[Tensor]) -> 
 
 
 def _collect_heads(parts: Parts, heads: Division, tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Exchange all tokens of this rank's heads for this rank's tokens of all heads, in one all-to-all without autograd.
+    """Turn all tokens, with this rank's heads, into this rank's tokens, with all heads, without autograd.
 
     If several ranks have the same head, their values are summed. Collective: every rank of the group must call it.
 
     parts: the division of the tokens of a row (sequence).
-    heads: for each tensor, the heads of each rank. The last rank's range ends with the last of all heads.
+    heads: for each tensor, the range of heads of each rank. The `stop` of the last rank's range is the number of heads.
     tensors: (all tokens, rows, this rank's heads, d). The results are (this rank's tokens, rows, all heads, d).
     """
     own, rows = len(parts.own), tensors[0].shape[1]
@@ -151,7 +151,7 @@ def _views(packed: Tensor, counts: Sequence[int], tensors: Sequence[Tensor]) -> 
     """Split `packed` (tokens, rows, width) into one view (tokens, rows, heads, d) for each of `tensors`.
 
     counts: the number of heads of each view.
-    tensors: one tensor for each view. Only the size of its last dimension is used, which is the d of the view.
+    tensors: one tensor for each view. Only the size of its last dimension is used, as the d of the view.
     """
     sizes = [count * tensor.shape[3] for count, tensor in zip(counts, tensors)]
     starts = [0, *accumulate(sizes)]

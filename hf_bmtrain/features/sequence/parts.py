@@ -49,7 +49,7 @@ class Parts:
 
     @property
     def own(self) -> range:
-        """The positions of this rank's tokens in the row, which is one sequence."""
+        """The range of the positions of this rank's tokens in the row (sequence)."""
         return self.tokens[self.rank]
 
     @property

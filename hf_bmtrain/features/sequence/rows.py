@@ -99,15 +99,15 @@ class SharedRows:
                 module.generate = _refuse_generate  # pyright: ignore[reportArgumentType]
 
     def watch(self, layers: Sequence[torch.nn.Module], trunk: torch.nn.Module) -> None:
-        """Register the hooks on blocks, which make this rank process only its part of each row's tokens.
+        """Register hooks on the blocks, so that the blocks process only this rank's part of each row's tokens.
 
-        Before each block, a hook selects this rank's tokens in the block's arguments. So the output of the last block,
-        and usually that of `trunk`, has only this rank's tokens.
+        Before each block, a hook selects this rank's tokens in the block's arguments. So the output of the last block
+        has only this rank's tokens, and so has the output of most trunks.
 
-        The forward of some trunks, such as GPT-2's, ends by reshaping the output of the last block to the shape that
-        the input of the trunk has, with all tokens. For such a trunk, a hook after the last block pads the output with
-        zeros in the places of the other ranks' tokens. A hook after `trunk` removes these places again from the hidden
-        states that `trunk` returns.
+        Some trunks, such as GPT-2's, reshape the output of the last block to the shape of the trunk's own input, which
+        has all tokens. For such a trunk, a hook after the last block pads the output with zeros in the places of the
+        other ranks' tokens. A hook after `trunk` removes these places again from the hidden states that `trunk`
+        returns.
 
         Args:
             layers: the blocks, in execution order.
@@ -168,7 +168,8 @@ class SharedRows:
         `_after_forward` averages the losses of the ranks. So that this mean is the loss of the whole rows (sequences),
         this method also does one of two things, depending on the model:
 
-        * If the model divides the sum of its labels' losses by `num_items_in_batch`, set this argument in `given`.
+        * If the model divides the sum of its labels' losses by `num_items_in_batch`, divide this argument in `given` by
+          the number of ranks in the group. (If it was not given, use the number of labels in the whole rows.)
         * If the model always computes a mean over its labels, set `self._weight`, by which `_after_forward` multiplies
           this rank's loss.
 
@@ -252,11 +253,11 @@ class SharedRows:
 
     @disable_compiler
     def _before_trunk(self, trunk: torch.nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict] | None:
-        """Select this rank's tokens in image features that the module `trunk` adds between the blocks that it calls.
+        """Keep only this rank's image features in the arguments of `trunk`, the module that calls the blocks.
 
         In models such as Qwen3-VL, `trunk` adds image features ("deepstack") to the hidden states of the image tokens
-        after each of the first blocks. There, the hidden states have only this rank's tokens, so the features must,
-        too.
+        after each of the first blocks. On this rank, these hidden states have only the rank's own tokens, so the
+        features of other tokens must be left out.
         """
         parts = self._active
         names = [name for name, value in kwargs.items() if "deepstack" in name and value is not None]
@@ -281,7 +282,8 @@ class SharedRows:
     ) -> tuple[tuple, dict]:
         """Select this rank's tokens in the arguments of the block `layer`, before its forward.
 
-        Also store the division of the tokens in the attention modules of `layer`, as the attribute whose name is ROW.
+        Also store a `Row` (the division of the tokens and the position ids) in the attention modules of `layer`, where
+        the attention function reads it.
 
         attentions: the attention modules of `layer`.
         """
@@ -464,7 +466,7 @@ def _by_name(model: torch.nn.Module, base: Any, args: tuple, kwargs: dict[str, A
 
 
 def _refuse_arguments(base: Any, given: dict[str, Any]) -> None:
-    """Raise NotImplementedError if an argument, such as a cache, does not work with only this rank's tokens.
+    """Raise NotImplementedError if a forward gets an argument that needs all tokens on each rank, such as a cache.
 
     base: the model, without PEFT's wrapper.
     given: the arguments of its forward, {name: value}.

@@ -16,6 +16,6 @@ There are three kinds of parameters:
 * Parameters that are not split and have `tp_mode=True`. All ranks of a group use such a parameter for the same rows.
   Its gradient is averaged over all ranks.
 * All other parameters. Each rank of a group uses such a parameter for different rows, or for different features of the
-  same rows (as for the norms of attention heads). Its gradient is summed over the ranks of each group, and averaged
-  over the groups.
+  same rows. (An example is the weight of a norm that is applied to each attention head.) Its gradient is summed over
+  the ranks of each group, and averaged over the groups.
 """

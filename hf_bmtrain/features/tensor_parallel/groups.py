@@ -25,8 +25,8 @@ def make_grid(rank: int, ranks: int, size: int, open_group: OpenGroup) -> Grid:
         rank: this rank.
         ranks: the number of ranks.
         size: the number of ranks in each group. `ranks` must be a multiple of it.
-        open_group: a function that returns the communicator of this rank's group, given the number of ranks in a group
-            and the difference between consecutive ranks of a group.
+        open_group: a function (see `OpenGroup`) that divides all ranks into groups, and returns the communicator of
+            this rank's group. It gets the number of ranks in a group, and the distance between them (1 by default).
 
     Returns:
         A Grid: the size of the groups, this rank's index in its group, the number of groups, the index of this rank's

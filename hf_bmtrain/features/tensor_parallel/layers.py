@@ -19,7 +19,7 @@ class ReduceType(Enum):
     """How `OpParallelLinear` sums the outputs of the ranks of a tensor-parallel group.
 
     ALL_REDUCE gives each rank all rows (dimension 0) of the sum. REDUCE_SCATTER gives each rank 1/tp_size of the rows,
-    in rank order; their number must be a multiple of tp_size.
+    in rank order. The number of rows must then be a multiple of tp_size.
     """
 
     ALL_REDUCE = 1
@@ -29,9 +29,9 @@ class ReduceType(Enum):
 class OpParallelLinear:
     """The function behind ColumnParallelLinear and RowParallelLinear, with a weight that is split over ranks.
 
-    Use these two layers instead: they create the weight and choose the arguments. This class exists for code that calls
-    BMTrain's autograd function of the same name. It is not constructed; only `apply` is called, which takes this rank's
-    part of the weight::
+    Use these two layers instead: they create the weight and choose the arguments. This class exists for programs that
+    call BMTrain's autograd function OpParallelLinear. Do not construct it. Call `apply`, with this rank's part of the
+    weight::
 
         OpParallelLinear.apply(
             input, weight, bias=None, gather_input=False, gather_output=False, split_input=False,
@@ -50,7 +50,7 @@ class OpParallelLinear:
         reduce_output_type: ReduceType | None = None,
         async_gather_chunks: int = 2,
     ) -> Tensor:
-        """Compute x weightᵀ + bias, where `weight` is this rank's part of a weight that is split over ranks.
+        """Compute input · weightᵀ + bias, where `weight` is this rank's part of a weight that is split over ranks.
 
         Collective: every rank must call it, and run its backward. "All ranks" below are the tp_size ranks of this
         rank's tensor-parallel group, which compute one loss together. Rows are dimension 0, and features are the last
@@ -158,8 +158,7 @@ class ColumnParallelLinear(DistributedModule):
     until they are loaded, or until `init_parameters` draws the weight from the Glorot normal distribution.
 
     Rows are dimension 0. In the shapes below, n is the number of rows that belong to one rank, the same on all ranks of
-    the tensor-parallel group. N = tp_size · n is the number of rows of the whole group: first those of its first rank,
-    then those of its second, and so on.
+    the tensor-parallel group. N = tp_size · n is the number of rows of all ranks of the group, in rank order.
 
     Args:
         in_features: the size of the last dimension of the input.
@@ -216,8 +215,7 @@ class RowParallelLinear(DistributedModule):
     until they are loaded, or until `init_parameters` draws the weight from the Glorot normal distribution.
 
     Rows are dimension 0. In the shapes below, n is the number of rows that belong to one rank, the same on all ranks of
-    the tensor-parallel group. N = tp_size · n is the number of rows of the whole group: first those of its first rank,
-    then those of its second, and so on.
+    the tensor-parallel group. N = tp_size · n is the number of rows of all ranks of the group, in rank order.
 
     Args:
         in_features: the total number of input features, a multiple of tp_size.

@@ -40,18 +40,18 @@ class SameRowsCheck(Observer):
 
     Each parameter is checked once, at the end of the first backward in which it has a gradient (`end_backward`). Parts
     of split weights are not checked. Gradients count as equal if their norms are equal up to rounding, and as different
-    if the norms differ by more than 5 %. Of the parameters that are checked at the end of the same backward:
+    if the norms differ by more than 5 %. All parameters that are checked after the same backward are judged together:
 
-    * With `tp_mode=True`: if the ranks of a group have different gradients of any parameter, every rank raises
-      RuntimeError.
-    * With `tp_mode=False`: parameters whose gradient is 0 on all ranks are ignored. If at least two parameters remain,
-      and the ranks of each group have equal gradients of all of them, every rank raises RuntimeError. If the gradients
-      are equal for only some of them, or if only one parameter remains and its gradients are equal, rank 0 logs a
-      warning with the names. It is not an error, because `tp_mode` may be right: if the loss is the sum of the outputs,
-      for example, a bias has equal gradients for different rows.
+    * Parameters with `tp_mode=True`: if the ranks of a group have different gradients of any of these parameters, every
+      rank raises RuntimeError.
+    * Parameters with `tp_mode=False`: those whose gradient is 0 on all ranks are ignored. If at least two parameters
+      remain, and the ranks of each group have equal gradients of all of them, every rank raises RuntimeError. If the
+      gradients of only some of them are equal, or if only one parameter remains and its gradients are equal, rank 0
+      logs a warning with the names. In this case, `tp_mode` may be right. For example, if the loss is the sum of the
+      outputs, the gradients of a bias are equal even for different rows.
 
     Args:
-        world: the world of this process. The check adds itself to the observers of its schedule.
+        world: the world of this process. The check registers itself as an observer of the world's schedule.
     """
 
     def __init__(self, world: World) -> None:

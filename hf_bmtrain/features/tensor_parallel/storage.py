@@ -11,9 +11,9 @@ from ...engine.sharding.storage import Storage, StorageKind
 class WholeStorage(Storage):
     """Storage of unsplit parameters that all ranks of a tensor-parallel group use for the same rows of the batch.
 
-    Which parameters these are depends on how the model was split. With BMTrain's layers, they are the unsplit ones that
-    were created with `tp_mode=True`. With a tensor-parallel plan, they are all unsplit ones, except those that a rank
-    applies only to its own features. The elements are stored as in `Storage`. This class only adds `kind`.
+    In a model with BMTrain's layers, these are the unsplit parameters that were created with `tp_mode=True`. In a model
+    that was split by a tensor-parallel plan, these are all unsplit parameters, except those that each rank applies only
+    to its own features. The elements are stored as in `Storage`.
 
     Args:
         kind: the StorageKind that made this storage. It determines over which ranks the gradient is averaged. If a full
@@ -33,9 +33,9 @@ class PartStorage(WholeStorage):
     It stores the elements of this rank's part unchanged, and converts parts to and from whole tensors for checkpoints.
 
     Args:
-        kind: the StorageKind that made this storage. It determines over which ranks the part is sharded: those with the
+        kind: the StorageKind that made this storage. It determines that the part is sharded over the ranks with the
             same part. If a full copy of a part is made and sharded again, for example after a deep copy of the model,
-            the copy gets the same StorageKind, so that it is sharded over the same ranks.
+            the copy gets the same StorageKind, and so is sharded over the same ranks.
         grid: the tensor-parallel groups. Each rank of a group has one part.
         dim: the dimension on which the whole tensors are split.
     """

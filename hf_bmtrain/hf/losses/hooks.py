@@ -64,7 +64,7 @@ def claim_hooks(model: Any, trainer: object) -> bool:
 
 
 def _computes(trainer: object, model: Any) -> bool:
-    """Return whether `trainer` is the one that computes the loss of the forward of `model` that runs now.
+    """Return whether `trainer` computes the loss of the running forward of `model`.
 
     If the model has one Trainer, this Trainer computes the loss. If it has several, the innermost Trainer on the call
     stack does, because one Trainer may run inside another, as in an evaluation by a callback. If the innermost Trainer
@@ -178,8 +178,8 @@ def parts_without_rows(model: Any, number: int) -> AbstractContextManager[None]:
     """Return a context manager inside which the loss hooks of `model` know how many parts of a step have no rows.
 
     A part is the micro-batch of one rank (or of several ranks that share rows). In the last batch of an epoch or an
-    evaluation, ranks may have no rows. They compute repeated rows, whose losses do not count. A loss that is a mean
-    over the parts, such as the auxiliary loss of a router, must then be averaged over the parts with rows only.
+    evaluation, ranks may have no rows. Such ranks compute repeated rows, whose losses do not count. A loss that is a
+    mean over the parts, such as the auxiliary loss of a router, must then be averaged only over the parts with rows.
 
     Args:
         model: the sharded model.
@@ -258,7 +258,7 @@ def base_of(model: Any) -> Any:
 def chooses_loss(model: Any) -> bool:
     """Return whether the forward of `model` calls `self.loss_function`, a property of models from transformers.
 
-    The forward's code then does not tell whether the loss is divided by `num_items_in_batch`, because this depends on
+    If so, the forward's code does not tell whether the loss is divided by `num_items_in_batch`, because this depends on
     the loss function. The caller must observe the calls of the loss function instead.
     """
     return "loss_function" in names_in_forward(model) and isinstance(
@@ -271,8 +271,8 @@ def ignores_count(model: Any) -> bool:
 
     `num_items_in_batch` is the number of labels in all micro-batches on all ranks, by which Trainer expects a model to
     divide its loss. A model that ignores it returns a mean over this rank's labels, which a loss hook then corrects.
-    The result is a guess from names in the code of the forward, which need not be observed (`must_observe` is False).
-    It is False if the forward calls `self.loss_function`.
+    The result is a guess from names in the code of the forward. It is reliable only if `must_observe(model)` is False.
+    The result is False if the forward calls `self.loss_function`.
     """
     if chooses_loss(model):
         return False
@@ -283,12 +283,11 @@ def ignores_count(model: Any) -> bool:
 def must_observe(model: Any) -> bool:
     """Return whether a forward of `model` must be observed to find out whether its loss uses `num_items_in_batch`.
 
-    In most models of transformers, the names in the forward's code tell. There are three exceptions, in which the names
-    do not tell:
+    For most models of transformers, the names in the forward's code show this. The names are not enough in three cases:
 
     * The forward is code from the user's program or the Hub.
     * The forward passes the labels to another module, which computes the loss, as in BlipForConditionalGeneration.
-    * The forward names `num_items_in_batch` but does not pass it to `self.loss_function`. The forward of
+    * The forward names `num_items_in_batch` but does not pass it to `self.loss_function`. For example, the forward of
       EncoderDecoderModel passes it to its decoder, and then computes a mean itself.
     """
     names = names_in_forward(model)

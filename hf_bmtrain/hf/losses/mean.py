@@ -56,10 +56,10 @@ def follow_mean_loss(model: Any, trainer: transformers.Trainer) -> LastForward |
         trainer: the Trainer that trains or evaluates the model.
 
     Returns:
-        An object that tells whether the loss of the model's last forward was a mean or a sum divided by
-        `num_items_in_batch`. None in two cases: the loss is known to be such a sum, or nothing needs a correction or a
-        warning. The second is the case if a step has only one micro-batch and losses are not averaged over several
-        ranks, because there is one rank or `average_tokens_across_devices=False`.
+        An object that tells whether the loss of the model's last forward was a mean, or a sum divided by
+        `num_items_in_batch`. The result is None, and no hook is added, in two cases. Either the loss is known to be
+        such a sum. Or a step has only one micro-batch, and losses are not averaged over several ranks (because there is
+        one rank, or `average_tokens_across_devices=False`).
     """
     several = _averages(trainer)
     if not several and trainer.args.gradient_accumulation_steps == 1:
@@ -102,9 +102,9 @@ def follow_loss_function(trainer: transformers.Trainer) -> None:
     because programs may set another function in between.
 
     Args:
-        trainer: the Trainer. Its `compute_loss_func` is replaced, unless it was already. Nothing is replaced if a step
-            has only one micro-batch, and losses are not averaged over several ranks (because there is one rank, or
-            `average_tokens_across_devices=False`).
+        trainer: the Trainer. Its `compute_loss_func` is replaced, unless an earlier call has replaced it. Nothing is
+            replaced if a step has only one micro-batch, and losses are not averaged over several ranks (because there
+            is one rank, or `average_tokens_across_devices=False`).
     """
     function: Any = trainer.compute_loss_func
     if isinstance(function, _ObservedFunction) and not function.is_for(trainer):  # taken from another Trainer
@@ -159,7 +159,9 @@ class LastForward:
             hide_from_blocks(model)
 
     def begin(self, given: dict[str, Any]) -> dict[str, Any]:
-        """Begin to observe whether a forward uses `num_items_in_batch`, one of its keyword arguments `given`.
+        """Begin to observe whether a forward uses `num_items_in_batch`. Called before each forward.
+
+        given: the keyword arguments of the forward.
 
         Returns the keyword arguments to pass to the forward instead of `given`.
         """
@@ -242,8 +244,8 @@ class _Correction:
     Args:
         name: the name of the class or function that computes the loss, for the log.
         trainer: the Trainer that gets the loss. With `model_init`, its model may change between calls.
-        way_out: what the user can do so that the losses of micro-batches are averaged. The last sentence of a warning,
-            which says that Trainer adds these losses up.
+        way_out: what the user can do to average the losses of micro-batches. This text follows "To average the losses,"
+            at the end of a warning that Trainer adds these losses up.
 
     Attributes:
         trainer: a weak reference to the Trainer.
@@ -275,7 +277,8 @@ class _Correction:
             observed: whether `ignored` was observed on this rank, and may be different on other ranks, for example on a
                 rank without labels. The loss is treated as a mean only if every rank has ignored `num_items_in_batch`.
             of_rows: whether the loss is a mean over rows that have a label, not over labels.
-            shifts: whether the loss leaves out the first label of each row. None: as Trainer counts labels.
+            shifts: whether the loss leaves out the first label of each row. None if this is unknown: the first labels
+                then count only if Trainer counts them.
         """
         trainer, world = self.trainer(), current_world()
         if trainer is None or not isinstance(given["labels"], torch.Tensor):

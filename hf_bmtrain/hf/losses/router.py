@@ -1,4 +1,4 @@
-"""Correct the auxiliary loss of a model, such as that of its routers, which Trainer would add once per rank."""
+"""Average a model's auxiliary loss, such as that of routers, over micro-batches and ranks. Trainer would sum it."""
 
 from __future__ import annotations
 
@@ -33,18 +33,19 @@ def average_router_loss(model: Any, trainer: transformers.Trainer, forward: Last
 
     A mixture of experts returns the loss `cross_entropy / num_items_in_batch + router_aux_loss_coef * aux_loss`, where
     `num_items_in_batch` is the number of labels in all micro-batches on all ranks. Trainer adds up the losses of the
-    micro-batches and multiplies them by the number of ranks. This is right for the cross entropy. But the auxiliary
+    micro-batches and multiplies the sum by the number of ranks. This is right for the cross entropy. But the auxiliary
     loss is already a mean, so it would count once per micro-batch and rank. Before Trainer gets the loss, a hook
-    therefore divides the auxiliary loss by the number of micro-batches times the number of ranks. In the last batch,
-    ranks may have no rows; they are left out. The other means that models add to the cross entropy (`_ADDED`) are
-    divided in the same way, except with `sequence_parallel`.
+    therefore divides the auxiliary loss by the number of micro-batches times the number of ranks. (Ranks that have no
+    rows in the last batch of an epoch are not counted.) Some models add other means to the cross entropy (`_ADDED`).
+    The hook divides them in the same way, except with `sequence_parallel`.
 
     Args:
         model: the sharded model, with or without PEFT's adapters.
         trainer: the Trainer that trains it.
-        forward: the result of `follow_mean_loss(model, trainer)`, which tells whether the loss of the last forward is
-            a mean, and not a sum divided by `num_items_in_batch`. If it is, the hook divides nothing, because the hook
-            of `follow_mean_loss` averages the whole loss over the ranks, with the auxiliary loss.
+        forward: the result of `follow_mean_loss(model, trainer)`. It tells whether the loss of the last forward is a
+            mean, and not a sum divided by `num_items_in_batch`. If the loss is a mean, the hook divides nothing,
+            because the hook of `follow_mean_loss` averages the whole loss over the ranks, including the auxiliary loss.
+            None: every loss is treated as such a sum.
     """
     names = names_in_forward(model)
     name = next((name for name in (*_COEFFICIENTS, *_ADDED) if name in names), None)
@@ -97,7 +98,7 @@ def average_router_loss(model: Any, trainer: transformers.Trainer, forward: Last
 def _added_mean(
     model: Any, name: str, given: dict[str, Any], outputs: Any, rest: torch.Tensor, summed: torch.Tensor
 ) -> torch.Tensor | None:
-    """Return the mean that a forward of `model` has added to its cross entropy, multiplied by its weight; None if none.
+    """Return the weighted mean that a forward of `model` has added to the cross entropy, or None if it added none.
 
     name: the name of the weight, a key of `_ADDED`.
     given: the keyword arguments of the forward.
@@ -118,8 +119,8 @@ def _added_mean(
 def _value(model: Any, name: str) -> float:
     """Return the coefficient called `name` that the forward of `model` uses, such as "router_aux_loss_coef".
 
-    The coefficient is an attribute of the model or, if the model has no such attribute, of its configuration. (Its text
-    configuration is looked at first, which is the configuration itself if there is only one.)
+    The coefficient is an attribute of the model or, if the model has no such attribute, of its configuration. If the
+    configuration has a part for text, this part is read first.
     """
     if hasattr(model, name):  # a model of the user's program may have no configuration
         return getattr(model, name)

@@ -145,11 +145,11 @@ class _GatherRows:
     Args:
         accelerator: the trainer's Accelerator.
         gather_loss: a function that gathers the copies of the loss from all ranks. Trainer makes one copy per row and
-            later averages over the copies, so their number is the weight of the batch.
+            later averages all copies, so the number of copies is the weight of the batch.
 
     Attributes:
-        loss_comes: whether the next call gets a loss. Set it after each forward: Trainer then gathers the loss of the
-            batch first, if there is one, and the other outputs after it.
+        loss_comes: whether the next call gathers a loss, and not logits or labels. Set it after each forward: Trainer
+            then gathers the batch's loss, if there is one, before the other outputs.
     """
 
     def __init__(self, accelerator: Any, gather_loss: Callable[[Any], Any]) -> None:
@@ -249,8 +249,9 @@ def starts_of_rows(inputs: Any) -> torch.Tensor | None:
 def ignore_after(inputs: Any, starts: torch.Tensor, kept: int) -> dict[str, Any]:
     """Return a copy of `inputs` with the labels of all rows after the first `kept` set to -100, which losses ignore.
 
-    Called for the last batch, which Accelerate has filled up with repeated rows: those after the first `kept`. All rows
-    of the batch are concatenated. The copy is shallow, except that its labels are new tensors.
+    Called for the last batch, which Accelerate has filled up with repeated rows. (These are the rows after the first
+    `kept`.) A collator has concatenated all rows of the batch into one long row. The copy is shallow, except that its
+    labels are new tensors.
 
     Args:
         inputs: the batch, {name of an argument of the model: value}, with labels (1, tokens).
@@ -328,11 +329,11 @@ def _shifts_labels(trainer: transformers.Trainer) -> bool:
 
 
 def _rows_left(trainer: transformers.Trainer) -> int | None:
-    """Return the number of rows of the last evaluation batch on all ranks, without those that Accelerate repeated.
+    """Return the number of rows on all ranks in the last evaluation batch, without repeated rows.
 
-    Accelerate repeats rows to fill up this batch. Returns -1 if the number is unknown. Returns None if the current
-    batch is not the last, if Accelerate treats the last batch as full, or if Accelerate has not divided the rows among
-    the ranks.
+    Repeated rows are those with which Accelerate fills up this batch. Returns -1 if the number is unknown. Returns None
+    if the current batch is not the last, if Accelerate treats the last batch as full, or if Accelerate has not divided
+    the rows among the ranks.
     """
     loader: Any = trainer.accelerator.gradient_state.active_dataloader
     if loader is None or loader is not trainer.callback_handler.eval_dataloader or loader._drop_last:
@@ -429,10 +430,12 @@ def _loss_of_pairs(trainer: Any, model: Any, inputs: Any, left: int, world: Worl
 
 
 def _pair(inputs: Any, row: int, size: int) -> dict[str, Any] | None:
-    """Return the pair with index `row` of a batch of `size` pairs, or None if a value of `inputs` is not such a batch.
+    """Return the pair with index `row` of a batch of `size` pairs, or None if a value does not contain such pairs.
 
-    A tensor contains pairs either as `size` rows, one for each pair, or as 2 * `size` rows: the first row of each pair,
-    followed by the second rows.
+    A value that contains pairs is a tensor with either `size` rows, one for each pair, or 2 * `size` rows: the first
+    rows of all pairs, followed by the second rows of all pairs.
+
+    inputs: the batch, {name of an argument of the model: value}.
     """
     found = {}
     for name, value in inputs.items():

@@ -25,18 +25,20 @@ _log = logging.getLogger("hf_bmtrain")
 
 @dataclass(frozen=True)
 class _Short:
-    """This rank's part of an epoch's short last batch, without the rows that Accelerate has repeated to fill it up.
+    """This rank's part of an epoch's short last batch, changed so that repeated rows do not count in the loss.
+
+    Repeated rows are those with which Accelerate has filled up the batch.
 
     Attributes:
-        inputs: the inputs for the forward. If this rank has only repeated rows, one repeated row is kept.
-        rows: the inputs without any repeated row; their size in dimension 0 may be 0. Trainer counts the tokens in
-            them.
+        inputs: the inputs for the forward. Repeated rows are left out, or their labels are -100. If this rank has only
+            repeated rows, at least one of them is kept, because every rank must run the model.
+        rows: the inputs without repeated rows, and so perhaps without any row. Trainer counts the tokens in them.
         absent: how many ranks (or groups of ranks that share rows) have only repeated rows.
         weight: the number by which a loss that is a mean over this rank's rows is multiplied. It is 0 if `rows` has no
             rows.
-        labels: the labels that the forward gets instead of those in `inputs`, {name of an argument: labels}; None if it
-            gets those in `inputs`. Only set if this rank has only repeated rows. All labels in `inputs` are then -100,
-            so that Trainer counts none of them, but not every loss works with such labels.
+        labels: the labels that the forward gets instead of those in `inputs`, {name of an argument: labels}. They are
+            given only if this rank has only repeated rows. The labels in `inputs` are then all -100, so that Trainer
+            counts none of them, but not every loss works with such labels. None: the forward gets those in `inputs`.
     """
 
     inputs: dict[str, Any]
@@ -52,9 +54,10 @@ def follow_short_training_batch(trainer: transformers.Trainer) -> None:
     Called when a trainer is created or its training begins. Further calls for the same trainer do nothing.
 
     Accelerate fills up such a batch with rows of the epoch's first batch, so that all ranks take the same number of
-    steps. These repeated rows would count twice in the epoch. So they are removed from the batch, and the step is
-    the same as in one process. A rank whose rows are all repeated keeps one of them, with weight 0, because every rank
-    must run the model. If the repeated rows cannot be removed, rank 0 logs a warning with the reason.
+    steps. These repeated rows would count twice in the epoch. So they are removed from the batch, or their labels are
+    set to -100. The step is then the same as in one process. A rank that has only repeated rows keeps at least one of
+    them, but its loss counts 0, because every rank must run the model. If the repeated rows can neither be removed nor
+    ignored, rank 0 logs a warning with the reason.
 
     Args:
         trainer: the trainer. Three of its methods are replaced: `get_batch_samples`, `training_step`, and the method
@@ -138,11 +141,12 @@ def follow_short_training_batch(trainer: transformers.Trainer) -> None:
 
 
 def _rows_left(loader: Any) -> tuple[int | None, int | None]:
-    """Count the rows of the current batch, without those that Accelerate repeated to fill up an epoch's last batch.
+    """Count the rows of an epoch's last batch, without repeated rows, with which Accelerate has filled up the batch.
 
-    Returns two numbers. The first is the number of rows on all ranks. It is None if the batch is not the last of an
-    epoch or has no repeated rows, and -1 if it is unknown. The second is the number of rows per rank of a full batch;
-    None if it is unknown, or not fixed because rank 0 reads the batch and Accelerate divides it.
+    Returns two numbers. The first is the number of rows on all ranks that are not repeated. It is None if the current
+    batch is not the last of an epoch or has no repeated rows, and -1 if the number is unknown. The second is the number
+    of rows that one rank has in a full batch. It is None if this number is unknown, or not fixed because rank 0 reads
+    the batch and Accelerate divides it.
 
     loader: the data loader that has yielded the batch; None if it is not one of Accelerate's.
     """
@@ -173,7 +177,7 @@ def _rows_left(loader: Any) -> tuple[int | None, int | None]:
 def _shorten(
     trainer: transformers.Trainer, inputs: Any, left: int, size: int | None, world: World
 ) -> tuple[_Short | None, str]:
-    """Remove the rows that Accelerate has repeated to fill up the last batch of an epoch.
+    """Remove repeated rows, with which Accelerate has filled up an epoch's last batch, or set their labels to -100.
 
     Collective: every rank must call it.
 
@@ -181,12 +185,12 @@ def _shorten(
         trainer: the Trainer that trains.
         inputs: this rank's part of the batch.
         left: the number of rows of all ranks that are not repeated, or -1 if it is unknown.
-        size: the number of rows per rank of a full batch; None if it is unknown or not fixed.
+        size: the number of rows that one rank has in a full batch; None if it is unknown or not fixed.
         world: the ranks that train together.
 
     Returns:
-        (the shortened batch, ""); (None, why repeated rows cannot be removed); or (None, "") if there are no repeated
-        rows.
+        (the changed batch, ""); (None, why the repeated rows cannot be excluded from the loss); or (None, "") if there
+        are no repeated rows.
     """
     found, shared = rows_in(inputs), ranks_per_row(trainer.model)
     groups, group = world.size // shared, world.rank // shared
@@ -236,14 +240,15 @@ def _shorten(
 def _reason(
     trainer: transformers.Trainer, inputs: Any, left: int, mine: int, found: int | None, size: int | None
 ) -> str:
-    """Return why repeated rows cannot be removed from a batch, or an empty string if they can be.
+    """Return why repeated rows cannot be excluded from the loss, or an empty string if they can.
 
     Repeated rows are those with which Accelerate has filled up the last batch of an epoch.
 
+    inputs: this rank's part of the batch.
     left: the number of rows of all ranks that are not repeated, or -1 if it is unknown.
-    mine: the number of these rows that this rank has.
-    found: the number of rows in `inputs`, this rank's part of the batch; None if it is unknown.
-    size: the number of rows per rank of a full batch; None if it is unknown or not fixed.
+    mine: the number of rows of this rank that are not repeated.
+    found: the number of rows in `inputs`; None if it is unknown.
+    size: the number of rows that one rank has in a full batch; None if it is unknown or not fixed.
     """
     if left < 0:
         return "the dataset has no length"
@@ -288,10 +293,10 @@ def _are_of_tokens(trainer: transformers.Trainer, inputs: Any) -> bool:
 
 
 def _ignores_count(trainer: transformers.Trainer) -> bool:
-    """Return whether `compute_loss` of a Trainer's subclass does not use `num_items_in_batch`.
+    """Return whether the method `compute_loss` of the Trainer's class does not use `num_items_in_batch`.
 
-    Its loss is then not a sum that is divided by the number of labels on all ranks, but, for example, a mean over this
-    rank's labels.
+    `num_items_in_batch` is the number of labels on all ranks, by which the loss should be divided. A loss that is
+    computed without it is something else, for example a mean over this rank's labels.
     """
     method = inspect.unwrap(type(trainer).compute_loss)
     code = getattr(method, "__code__", None)

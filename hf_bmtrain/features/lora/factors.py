@@ -142,8 +142,8 @@ def add_products(y: Tensor, us: list[Tensor], factors: list[Tensor], scalings: l
     changed in place, except in compiled code.
 
     If an adapter is split (`Adapter.split`), its float32 matrices are represented by sums of bfloat16 matrices (see
-    `enter`). Its u then has three parts of r columns, and its factor has three parts of r rows. In this case, u includes
-    s in the forward, too.
+    `enter`). Its u then has three parts of r columns, and its factor has three parts of r rows. In this case, u
+    includes s in the forward, too.
 
     Args:
         y: (rows, width).

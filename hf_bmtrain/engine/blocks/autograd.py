@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from ..base.torch_internals import functorch_transforms_active, pytree
+from ..base.torch_internals import apply_function, pytree
 from ..tensors.backward import double_backward
 from .containers import ATOMS, exchange, tensors_in
 
@@ -51,17 +51,6 @@ class _LeaveBackward(torch.autograd.Function):
     def backward(ctx, *gradients):
         ctx.after()
         return None, *gradients
-
-
-def _apply(function: type[torch.autograd.Function], *args: Any) -> Any:
-    """Return `function.apply(*args)`, but skip torch's checks for functorch, which take half the time of the call.
-
-    Inside a functorch transform, the checks run, because they raise torch's error for functions that do not support
-    transforms. They also run while torch.compile traces, because it supports only `function.apply`.
-    """
-    if torch.compiler.is_compiling() or functorch_transforms_active():
-        return function.apply(*args)
-    return super(torch.autograd.Function, function).apply(*args)  # pyright: ignore[reportAttributeAccessIssue]
 
 
 class Containers:
@@ -151,7 +140,7 @@ def enter_backward(
         return _enter_containers(before, token, outputs, filled)
     if not found:
         return outputs, False
-    return _replace(outputs, iter(_apply(_EnterBackward, before, token, *found))), True
+    return _replace(outputs, iter(apply_function(_EnterBackward, before, token, *found))), True
 
 
 def watch_backward(before: Callable[[Any], None], token: Any, outputs: Any) -> tuple[Any, bool]:
@@ -212,7 +201,7 @@ def anchor_backward(before: Callable[[Any], None], token: Any, outputs: Any) -> 
     if not found:
         return outputs
     anchor = torch.zeros((), dtype=torch.float32, device=found[0].device, requires_grad=True)
-    _, *entered = _apply(_EnterBackward, before, token, anchor, *found)
+    _, *entered = apply_function(_EnterBackward, before, token, anchor, *found)
     table = {id(tensor): behind for tensor, behind in zip(found, entered)}
     return pytree.tree_map_only(torch.Tensor, lambda tensor: table.get(id(tensor), tensor), outputs)
 
@@ -247,7 +236,7 @@ def _enter_containers(
     if not found:
         return outputs, False
     unique = list(dict.fromkeys(found))
-    entered = _apply(_EnterBackward, before, token, *unique)
+    entered = apply_function(_EnterBackward, before, token, *unique)
     table, seen = {id(tensor): behind for tensor, behind in zip(unique, entered)}, set()
     if filled is not None:
         filled.exchange(table, seen)
@@ -282,7 +271,7 @@ def leave_backward(
         return _leave_containers(after, args, kwargs)
     if not found:
         return args, kwargs, found, None
-    guarded = _apply(_LeaveBackward, after, *found)
+    guarded = apply_function(_LeaveBackward, after, *found)
     ahead = iter(guarded)
     if in_args:
         args = _replace(args, ahead)
@@ -309,7 +298,7 @@ def _leave_containers(
     # Do not replace tensors in a set. This would change the order of the set, but the caller may be iterating over it,
     # and a checkpoint around the layer must find the same order.
     guards = found and not any(True for _ in tensors_in(sets, set(), []))
-    guarded: Sequence[torch.Tensor] = _apply(_LeaveBackward, after, *found) if guards else ()
+    guarded: Sequence[torch.Tensor] = apply_function(_LeaveBackward, after, *found) if guards else ()
     table = {id(tensor): behind for tensor, behind in zip(found, guarded)}
     seen: set[int] = set()
     args = exchange(args, table, seen)

@@ -36,6 +36,7 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from ...engine.base.torch_internals import (
+    apply_function,
     autocast_type,
     functorch_transforms_active,
     has_global_hooks,
@@ -95,8 +96,8 @@ class FusedLoraLinear(OnlyWhileSharded):
         base = self.base_layer
         flat = x.reshape(-1, x.shape[-1])
         transposed = not isinstance(base, torch.nn.Linear)
-        y: Any = LoraProduct.apply(
-            flat, base.weight, base.bias, transposed, dtype, flat.requires_grad, adapters, *matrices
+        y: Any = apply_function(
+            LoraProduct, flat, base.weight, base.bias, transposed, dtype, flat.requires_grad, adapters, *matrices
         )
         # Reshape y here and not in LoraProduct: a view that an autograd.Function returns cannot be modified in place.
         return y.view(*x.shape[:-1], y.shape[-1])

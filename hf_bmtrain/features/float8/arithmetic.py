@@ -13,7 +13,9 @@ values. Before a weight is all-gathered in float8, the ranks compute the absmax 
 rounds its own part (`measure_pieces`, `round_pieces`).
 
 On a GPU the kernels in kernels/float8.cu quantize, except in some compiled code (see `_by_kernels`). Their results
-equal those of torch's operations bit for bit, except for the sign of NaN.
+equal those of torch's operations on the CPU bit for bit, except for the sign of NaN. Code that Inductor generates for a
+GPU divides less exactly: it multiplies by the rounded 1 / 448, and its quotient 448 / absmax may be off in the last
+bits. So its scales may differ in the last bit, and a few elements may be rounded to the next float8 number.
 
 References: Micikevicius et al., "FP8 Formats for Deep Learning" (2022), for e4m3.
 """
@@ -209,7 +211,7 @@ def round_pieces(x: Tensor, pieces: Pieces, bits: Tensor, out: Tensor) -> None:
 
     Called before an all-gather that sends the weights in float8: each rank rounds its own shard, after `measure_pieces`
     and an all-reduce have found the largest magnitude of each full weight. The rounded values are equal to those that
-    `quantize_full` would compute from the full weights.
+    `quantize_full` would compute from the full weights, outside compiled code.
 
     Args:
         x: (n,) float32, float16 or bfloat16, a shard.

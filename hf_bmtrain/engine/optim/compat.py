@@ -62,10 +62,11 @@ def check(optimizer: torch.optim.Optimizer) -> FullState | None:
     world = current_world()
     world.check_same_on_all_ranks("optimizer.step", _facts(optimizer, world))
     _check_averaged(optimizer, [p for p in parameters if not isinstance(p, DistributedParameter)])
-    if not full_state.is_checked:
-        if type(optimizer).__module__.split(".")[0] != __name__.split(".")[0]:  # our own optimizers are known to work
-            _check_element_wise(optimizer, slices[0].device)
-        full_state.is_checked = True
+    # Try each group once, when it is new: later its options may contain state of the training, such as a step counter.
+    new = [group for group in optimizer.param_groups if all(group is not each for each in full_state.checked_groups)]
+    if type(optimizer).__module__.split(".")[0] != __name__.split(".")[0]:  # our own optimizers are known to work
+        _check_element_wise(optimizer, new, slices[0].device)
+    full_state.checked_groups += new
     return full_state
 
 
@@ -239,11 +240,11 @@ class _NotedOptions:
 # -- the trial on a small matrix ------------------------------------------------------------------------------------
 
 
-def _check_element_wise(optimizer: torch.optim.Optimizer, device: torch.device) -> None:
+def _check_element_wise(optimizer: torch.optim.Optimizer, groups: Sequence[dict], device: torch.device) -> None:
     """Raise TypeError if `optimizer` would compute different updates for sharded parameters than for full ones.
 
-    Collective: every rank must call it. For each parameter group, there are two trials, in which new optimizers of the
-    same class make a few steps on a small matrix. Their updates must equal those of one optimizer for the full matrix.
+    Collective: every rank must call it. For each of `groups`, there are two trials, in which new optimizers of the same
+    class make a few steps on a small matrix. Their updates must equal those of one optimizer for the full matrix.
 
     1. Two optimizers each update a 1-D part of the matrix. Element-wise optimizers, which update each element from its
        own gradient and state alone, pass this trial. If the optimizer is one of torch.optim, it is then accepted
@@ -255,13 +256,14 @@ def _check_element_wise(optimizer: torch.optim.Optimizer, device: torch.device) 
 
     If a new optimizer cannot update even the full matrix, both trials are left out, and a warning is logged.
 
+    groups: the parameter groups of `optimizer` whose options are tried.
     device: the device of the matrix.
     """
     # Every rank tries the same random values, so all ranks come to the same decision.
     generator = torch.Generator().manual_seed(0)
     shape = _STEPS + 1, _ROWS, _COLUMNS
     weights, *gradients = torch.randn(shape, generator=generator, dtype=torch.float64, device="cpu").to(device)
-    for group in optimizer.param_groups:
+    for group in groups:
         for dtype in (torch.float64, torch.float32):  # float64 is more exact, but some optimizers do not support it
             try:
                 values, tries = weights.to(dtype), [gradient.to(dtype) for gradient in gradients]

@@ -230,11 +230,12 @@ class FullState:
         optimizer: the optimizer. A hook that gathers the full tensors is registered on its `state_dict()`.
 
     Attributes:
-        is_checked: whether `compat.check` has found that the optimizer updates sharded parameters correctly.
+        checked_groups: the parameter groups for which `compat.check` has found that the optimizer updates sharded
+            parameters correctly.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        self.is_checked = False
+        self.checked_groups: list[dict[str, Any]] = []
         self._local = False
         # The dict `optimizer.state` at the last call of `shard_loaded`. Loading a state sets `optimizer.state` to a new
         # dict, so `is_loaded` compares the two dicts by identity.

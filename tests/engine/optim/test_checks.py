@@ -115,6 +115,36 @@ def lamb_in_one_of_two_groups():
             step(model, Half(groups))
 
 
+def lamb_in_a_group_that_is_added_later():
+    class Chosen(optim.Optimizer):
+        """Steps as SGD does or, in groups with the option `lamb`, in the gradient's direction."""
+
+        def __init__(self, params, lr=0.1, lamb=False):
+            super().__init__(params, {"lr": lr, "lamb": lamb})
+
+        @torch.no_grad()
+        def step(self, closure=None):
+            for group in self.param_groups:
+                for p in group["params"]:
+                    length = p.grad.as_subclass(torch.Tensor).norm() if group["lamb"] else 1.0
+                    p.sub_(group["lr"] * p.grad / length)
+
+    model = bmt.auto_wrap(Tower())
+    optimizer = Chosen(model.layers.parameters())
+    assert step(model, optimizer)
+    with mock.patch.object(checks, "_movement", wraps=checks._movement) as trial:
+        optimizer.param_groups[0]["params"].pop()
+        assert step(model, optimizer) and not trial.called  # the group was tried already
+    optimizer.add_param_group({"params": list(model.head.parameters()), "lamb": True})
+    for _ in range(2):
+        with pytest.raises(TypeError, match="Chosen depends on the shapes"):
+            step(model, optimizer)
+    # a group in the place of another one
+    optimizer.param_groups = [{**optimizer.param_groups[0], "lamb": True}]
+    with pytest.raises(TypeError, match="Chosen depends on the shapes"):
+        step(model, optimizer)
+
+
 def unknown_is_let_through_with_a_warning():
     import logging
 
@@ -344,6 +374,7 @@ def test_reductions_of_a_part_are_refused(world, size):
     world(size)(refused, Lamb, "Lamb depends on the shapes")
     world(size)(refused, WithoutClosure, "WithoutClosure depends on the shapes")
     world(size)(lamb_in_one_of_two_groups)
+    world(size)(lamb_in_a_group_that_is_added_later)
 
 
 @pytest.mark.parametrize(

@@ -151,7 +151,15 @@ class _Reuse(_Attention):
         return super().__enter__()
 
     def attend(self, function: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
-        index = self._next
+        index, count = self._next, len(self._outputs)
+        if index >= count:
+            raise RuntimeError(
+                f"Backward has recomputed a layer and reached call {index + 1} of attention ({function}), but the "
+                f"layer's forward made only {count} calls whose outputs use_checkpoint keeps until the backward. An "
+                "output may belong to a different call, so gradients would be wrong. Run backward in the same contexts "
+                "as the forward, such as torch.nn.attention.sdpa_kernel. If the layer itself calls attention more "
+                "often when it is recomputed, pass use_checkpoint=True, which recomputes attention as well."
+            )
         self._next += 1
         kept, self._outputs[index] = self._outputs[index], None
         if kept is None:

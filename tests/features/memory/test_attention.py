@@ -9,6 +9,7 @@ import torch
 import transformers
 from test_planner import ENOUGH, kept, memory_of, policies
 from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
 import hf_bmtrain as bmt
@@ -200,6 +201,18 @@ def test_an_output_that_was_written_in_place_is_refused():
         loss = bmt.auto_wrap(model, use_checkpoint=use_checkpoint)(ids(0, 0))
         with pytest.raises(RuntimeError, match=message):
             loss.backward()
+
+
+@on_ranks(1)
+def test_a_backward_that_calls_attention_more_often_is_refused():
+    """Outside of the context of the forward, torch chooses another implementation."""
+    model = bmt.auto_wrap(tower(), use_checkpoint="attention")
+    with sdpa_kernel(SDPBackend.MATH):
+        loss = model(ids(0, 0))
+    with pytest.raises(RuntimeError, match=r"call 1 of attention.*_attention.*only 0 calls.*use_checkpoint=True"):
+        loss.backward()
+    with sdpa_kernel(SDPBackend.MATH):
+        model(ids(0, 0)).backward()
 
 
 def test_which_calls_are_kept():

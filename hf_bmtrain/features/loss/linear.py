@@ -163,7 +163,7 @@ class _Work:
         if more:
             weight = pad(weight, (0, 0, 0, more))
             bias = None if bias is None else pad(bias, (0, more))
-        size = chunk_rows(count, classes * rows.element_size(), self.chunk_bytes)
+        size = chunk_rows(count, (classes + more) * rows.element_size(), self.chunk_bytes)
         space = rows.new_empty(size, classes + more)
         for start in range(0, count, size):
             chunk, part = rows[start : start + size], targets[start : start + size]

@@ -1,5 +1,7 @@
 """linear_cross_entropy against float64 on CPU, and with a sharded head against one process of plain torch."""
 
+from unittest import mock
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -41,6 +43,16 @@ def test_a_target_out_of_range_is_named():
 )
 def test_chunks_are_even_and_within_the_budget(rows, row_bytes, budget, expected):
     assert chunk_rows(rows, row_bytes, budget) == expected
+
+
+def test_the_logits_of_a_chunk_are_within_the_budget():
+    """Also with the classes that are added to make rows of 16-bit logits a multiple of 16 bytes."""
+    hidden, weight, _, targets, _ = checks.case(CPU)
+    budget, found = 4 * 37 * 8, []  # 8 rows of 37 classes, or 7 of 40
+    mm = torch.mm
+    with mock.patch.object(torch, "mm", lambda *given, out: (found.append(out.nbytes), mm(*given, out=out))[1]):
+        linear_cross_entropy(hidden, weight, targets, chunk_bytes=budget)
+    assert max(found) == 4 * 40 * 7 <= budget
 
 
 def test_the_capability_of_a_gpu_is_printed_as_a_number(monkeypatch, caplog):

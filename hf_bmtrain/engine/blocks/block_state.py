@@ -42,8 +42,8 @@ class BlockState:
     * after a forward of which no output requires a gradient: at once.
     * after any other forward: with `zero_level` 3, when another block starts; with `zero_level` 2, after the block's
       backward.
-    * after a backward: at once, or, if other calls of the block still wait for their backward, when another block
-      starts.
+    * after a backward: at once. If other calls of the block still wait for their backward, however, with `zero_level`
+      3 when another block starts, and with `zero_level` 2 after the last of these backwards.
 
     The gradients are reduced when `pending` becomes 0, that is, when no call of the block waits for its backward any
     longer. In some cases (see `finish_backward`), they are reduced only at the end of the whole backward.
@@ -481,7 +481,8 @@ class BlockState:
         if self.pending > 0:
             self.pending -= 1
         if self.pending > 0:
-            self.schedule.leave_unsharded(self)
+            if self.zero_level == 3:
+                self.schedule.leave_unsharded(self)
             return
         self._reduce()
         self.reshard()

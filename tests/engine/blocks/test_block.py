@@ -2,6 +2,7 @@
 
 import itertools
 from contextlib import nullcontext
+from unittest import mock
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from torch import nn
 
 import hf_bmtrain as bmt
 from cases import pairwise, rows_in_full
+from hf_bmtrain.engine.sharding.buffer import ShardedBuffer
 from twins import Layer, Tower, check_gradients, check_twins, compare_backward, ids, losses, tower_loss
 
 OPTIONS = [{"zero_level": z, "use_checkpoint": c} for z in (2, 3) for c in (False, True)]
@@ -312,6 +314,25 @@ def nothing_whole_at_rest(options):
     assert not allocated()
 
 
+def gathered_once(use_checkpoint):
+    """Blocks that are called several times stay unsharded until the backward of their last call."""
+    model, gathered = bmt.auto_wrap(Tower(), zero_level=2, use_checkpoint=use_checkpoint), []
+    own = ShardedBuffer.gather
+
+    def noting(buffer):
+        if not buffer.is_unsharded:
+            gathered.append(buffer)
+        own(buffer)
+
+    inside = {parameter.buffer for parameter in model.layers.parameters()}
+    with mock.patch.object(ShardedBuffer, "gather", noting):
+        for _ in range(2):
+            model(ids(0, bmt.rank()), plan=[0, 1, 2, 0, 1, 2]).backward()
+            found = [buffer for buffer in gathered if buffer in inside]
+            gathered.clear()
+            assert len(found) == len(inside), f"{len(found)} all-gathers"
+
+
 class WithUnused(Layer):
     def __init__(self):
         super().__init__()
@@ -542,3 +563,8 @@ def test_block(world, size, case, options):
 )
 def test_block_by_copies(peers, case, options):
     peers(2)(case, options)
+
+
+@pytest.mark.parametrize("use_checkpoint", [False, True])
+def test_zero_2_gathers_each_block_once(world, use_checkpoint):
+    world(2)(gathered_once, use_checkpoint)

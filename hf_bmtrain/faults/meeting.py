@@ -1,9 +1,9 @@
 """Wait for all ranks in `init_distributed`, and name the ranks that do not arrive.
 
 The ranks communicate through keys of torch's TCPStore. Each rank that arrives sets a key that ends in its rank, and
-increments the key "count". The key "all" is set only once. If all ranks arrive in time, the last of them sets it to
-"met". If the timeout of a waiting rank expires first, that rank sets it to the list of missing ranks, or to "met" if
-none is missing. The key "told" counts the ranks that have read this list.
+increments the key "count" (again if its connection breaks then). The key "all" is set only once. If all ranks arrive in
+time, the last of them sets it to "met". If the timeout of a waiting rank expires first, that rank sets it to the list
+of missing ranks, or to "met" if none is missing. The key "told" counts the ranks that have read this list.
 """
 
 from __future__ import annotations
@@ -148,7 +148,9 @@ def _come(place: tuple[str, int], rank: int, size: int, end: float) -> TCPStore:
     left = timedelta(seconds=max(0.01, end - time.monotonic()))
     store = TCPStore(*place, world_size=size, is_master=serves, timeout=left, wait_for_workers=False, multi_tenant=True)
     store.set(_key(str(rank)), "")
-    if store.add(_key("count"), 1) == size:
+    # If the connection breaks after a rank was counted, the rank calls this function again and is counted twice. So
+    # check the ranks' own keys, too. The count only saves this check, of `size` keys, on the ranks that come early.
+    if store.add(_key("count"), 1) >= size and store.check([_key(str(other)) for other in range(size)]):
         store.compare_set(_key("all"), "", _MET)
     return store
 

@@ -7,6 +7,7 @@ from datetime import timedelta
 from unittest import mock
 
 import pytest
+from torch.distributed import TCPStore
 
 from hf_bmtrain.faults import meeting
 from ranks import free_port
@@ -80,3 +81,37 @@ def test_a_rank_that_comes_while_another_gives_up_is_there(monkeypatch):
     gave_up.set()
     threads[1].join()
     assert sorted(stores) == [0, 1]
+
+
+@pytest.mark.parametrize("method", ["add", "compare_set"])
+def test_a_rank_whose_connection_breaks_is_not_counted_twice(monkeypatch, method):
+    """The store counts the rank, but the answer or the next request is lost, so the rank records its arrival again."""
+    monkeypatch.setenv("HF_BMTRAIN_HANG_SECONDS", "0.5")
+    address, late, left = f"tcp://127.0.0.1:{free_port()}", (0.0, 0.0, 2.0), {}
+    failing = {"add": "1", "compare_set": "2"}[method]  # the last rank alone calls compare_set
+
+    def broken(store: TCPStore, *given):
+        if threading.current_thread().name == failing and not broken.called:
+            broken.called = True
+            if method == "add":
+                TCPStore.add(store, *given)
+            raise RuntimeError("Connection reset by peer")
+        return getattr(TCPStore, method)(store, *given)
+
+    broken.called = False
+    monkeypatch.setattr(meeting, "TCPStore", type("Breaking", (TCPStore,), {method: broken}))
+    begun = time.monotonic()
+
+    def come(rank: int) -> None:
+        time.sleep(late[rank])
+        meeting.meet(rank, len(late), timedelta(seconds=10), address)
+        left[rank] = time.monotonic() - begun
+
+    threads = [threading.Thread(target=come, args=(rank,), name=str(rank)) for rank in range(len(late))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert broken.called and sorted(left) == [0, 1, 2]
+    assert min(left.values()) >= max(late), "a rank did not wait for the last one"
+    assert max(left.values()) < 8, "a rank waited until its timeout"

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import ctypes
 import signal
 from typing import Any
 
 from ..engine.runtime.world import current_world
+
+_sigaction = ctypes.CDLL(None).sigaction
 
 
 class Termination:
@@ -19,6 +22,10 @@ class Termination:
 
     def __init__(self) -> None:
         self._received = False
+        # Python does not know handlers that were set in C, for example by faulthandler.register. So also keep the
+        # `struct sigaction` of the C library, which is much smaller than 1,024 bytes.
+        self._action = ctypes.create_string_buffer(1024)
+        _sigaction(signal.SIGTERM, None, self._action)
         self._before = signal.signal(signal.SIGTERM, self._note)
 
     def _note(self, *_: Any) -> None:
@@ -34,4 +41,6 @@ class Termination:
 
     def close(self) -> None:
         """Restore the handler of SIGTERM that this object has replaced. Called when training ends or fails."""
-        signal.signal(signal.SIGTERM, self._before)
+        # The previous handler is None if it was set in C before Python started. `signal.signal` does not accept None.
+        signal.signal(signal.SIGTERM, signal.SIG_DFL if self._before is None else self._before)
+        _sigaction(signal.SIGTERM, self._action, None)

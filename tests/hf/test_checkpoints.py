@@ -1,5 +1,6 @@
 """Trainer's checkpoints of a sharded model: written by all ranks, read by plain transformers, resumed exactly."""
 
+import faulthandler
 import os
 import shutil
 import signal
@@ -21,6 +22,7 @@ from hf_bmtrain.checkpoint.__main__ import verify
 from hf_bmtrain.checkpoint.folder import find
 from hf_bmtrain.hf.calling_trainer import calling_trainer
 from hf_bmtrain.hf.checkpoints import set_aside_incomplete
+from hf_bmtrain.hf.termination import Termination
 from jobs import bmt_adam, losses, torch_adam
 from log_lines import log_lines
 from state_dicts import check_equal
@@ -552,6 +554,26 @@ def test_sigterm(world, tmp_path, size):
     assert [path.name for path in (tmp_path / "run").glob("checkpoint-*")] == ["checkpoint-3"]
     resumed = world(size)(run, str(tmp_path / "run"), given, options, True)[0]
     assert losses(resumed["history"], "grad_norm") == losses(whole["history"], "grad_norm")
+
+
+def handled_in_c(folder, told):
+    """faulthandler's handler, of which signal.getsignal knows nothing, or knows (`told`) that it is not from Python."""
+    replace = signal.signal
+    with open(f"{folder}/stacks", "w") as stacks:
+        faulthandler.register(signal.SIGTERM, stacks, chain=False)
+        try:
+            with mock.patch.object(signal, "signal", lambda *given: (replace(*given), None)[told]):
+                termination = Termination()
+            termination.close()
+            os.kill(os.getpid(), signal.SIGTERM)
+        finally:
+            faulthandler.unregister(signal.SIGTERM)
+    assert "handled_in_c" in Path(f"{folder}/stacks").read_text()
+
+
+@pytest.mark.parametrize("told", [False, True])
+def test_a_handler_of_sigterm_that_python_did_not_set_is_back_after_training(world, tmp_path, told):
+    world(1)(handled_in_c, str(tmp_path), told)
 
 
 class SavesWhenItLikes(transformers.TrainerCallback):

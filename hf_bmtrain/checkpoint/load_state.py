@@ -256,20 +256,21 @@ def _find(world: World, given: Path, without: tuple[str, ...]) -> tuple[list[Fou
     without: prefixes of file names, such as "model". Safetensors files whose names begin with one of these prefixes are
         not checked.
     """
-    found, root = None, given.resolve()
-    with world.raising_everywhere(f"load_state: {given} cannot be read"):
-        if world.rank == 0:
-            if root.is_file():
-                raise NotADirectoryError(
-                    "this path is a file. Pass the folder of a checkpoint, or the folder that contains checkpoints"
-                )
-            if given.is_symlink() and not root.exists():
-                raise FileNotFoundError(
-                    f"this path is a symbolic link to {root}, which does not exist. If that folder was moved, pass its "
-                    "new path. If it was deleted, pass another folder"
-                )
-            found = find(root, without)
-    return world.control.broadcast_object(found)
+    root = given.resolve()
+
+    def look() -> tuple[list[Found], list[tuple[Path, str]]]:
+        if root.is_file():
+            raise NotADirectoryError(
+                "this path is a file. Pass the folder of a checkpoint, or the folder that contains checkpoints"
+            )
+        if given.is_symlink() and not root.exists():
+            raise FileNotFoundError(
+                f"this path is a symbolic link to {root}, which does not exist. If that folder was moved, pass its "
+                "new path. If it was deleted, pass another folder"
+            )
+        return find(root, without)
+
+    return world.on_first_rank(f"load_state: {given} cannot be read", look)
 
 
 def _attempt(world: World, stage: Any) -> str | None:

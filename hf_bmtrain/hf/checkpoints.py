@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import logging
 import os
@@ -288,9 +289,18 @@ class TrainerCheckpoints:
         Raises:
             RuntimeError: on every rank, if the checkpoint is incomplete or damaged.
             RuntimeError: on every rank, if the `optimizer.pt` in the checkpoint refers to a different checkpoint.
-            RuntimeError: on every rank, if the checkpoint has optimizer state, but Trainer did not load `optimizer.pt`.
+            RuntimeError: on every rank, if the checkpoint has optimizer state, but Trainer did not load `optimizer.pt`,
+                or not on all ranks.
         """
         reference = self._optimizer.param_groups[0].pop(_REFERENCE, None)
+        loaded = current_world().gather_objects(reference is not None)
+        if any(loaded) and not all(loaded):  # Trainer looks for the files on each rank
+            lack = ", ".join(str(rank) for rank, each in enumerate(loaded) if not each)
+            raise RuntimeError(
+                f"The optimizer.pt of {folder or 'a checkpoint'} was loaded on {sum(loaded)} of {len(loaded)} ranks, "
+                f"but not on rank {lack}. Every rank must be able to read optimizer.pt and scheduler.pt there. If a "
+                "network file system shows new files late, start again."
+            )
         if reference is None:
             if folder is not None:
                 self._verify_without_reference(Path(folder))
@@ -347,7 +357,7 @@ class TrainerCheckpoints:
         """
         if writes_own_weights(self._model):
             return
-        if current_world().control.broadcast_object((Path(folder) / MANIFEST).exists()):
+        if has_file(folder, MANIFEST):
             load_parts(folder, self._model, parameters=True, buffers=True, random=False)
 
     def _rows_per_step(self) -> int:
@@ -365,10 +375,10 @@ class TrainerCheckpoints:
 
         place: the folder of the checkpoint.
         """
-        if not current_world().control.broadcast_object((place / MANIFEST).exists()):
+        if not has_file(place, MANIFEST):
             return
         _raise_if_damaged(place, _damage)
-        if any(name.startswith("optimizer") for name in Manifest.read(place).files):
+        if _on_first_rank(place, lambda: any(name.startswith("optimizer") for name in Manifest.read(place).files)):
             raise RuntimeError(
                 f"The checkpoint {place} contains optimizer state that was not loaded, because optimizer.pt or "
                 "scheduler.pt is missing, or is not the file that was saved. Restore the file, or resume from another "
@@ -405,9 +415,9 @@ def newest_complete(output_dir: str | os.PathLike) -> Path | None:
         RuntimeError: there are checkpoints, but none is intact.
     """
     world = current_world()
-    folders = world.control.broadcast_object(_by_step(output_dir) if world.rank == 0 else None)
+    folders = world.on_first_rank(f"The folder {output_dir} could not be read", lambda: _by_step(output_dir))
     for folder in folders:
-        if not (folder / MANIFEST).exists() and not _missing(folder):
+        if not has_file(folder, MANIFEST) and _on_first_rank(folder, functools.partial(_missing, folder)) is None:
             return folder  # a complete checkpoint that Trainer has written without this package
         problem = find_damage(folder)
         if problem is None:
@@ -420,6 +430,26 @@ def newest_complete(output_dir: str | os.PathLike) -> Path | None:
             "or train without resume_from_checkpoint."
         )
     return None
+
+
+def has_file(folder: str | os.PathLike, name: str) -> bool:
+    """Return on every rank whether rank 0 finds a file in a checkpoint, so that all ranks take the same decision.
+
+    A rank must not decide by itself whether it calls a collective: on a network file system, some ranks may see a new
+    file later than others. Collective: every rank must call it.
+
+    Args:
+        folder: the checkpoint.
+        name: the file's name. Only checkpoints that Trainer has written without this package lack "manifest.json".
+
+    Raises:
+        RuntimeError: on every rank, if rank 0 cannot read the folder.
+    """
+    return _on_first_rank(folder, lambda: (Path(folder) / name).exists())
+
+
+def _on_first_rank(folder: str | os.PathLike, look: Callable[[], Any]) -> Any:
+    return current_world().on_first_rank(f"The checkpoint {folder} could not be read", look)
 
 
 def find_damage(folder: Path) -> str | None:
@@ -609,10 +639,13 @@ def _weights_were_replaced(checkpoint: Path) -> bool:
     In this case, rank 0 logs a warning that Trainer has loaded these files, which have no checksums and cannot be
     verified. Collective: every rank must call it.
     """
-    saved = [name for name in Manifest.read(checkpoint).files if name.startswith("model")]
     index = checkpoint / "model.safetensors.index.json"
-    replaced = index.name not in saved and index.exists() and not all((checkpoint / name).exists() for name in saved)
-    replaced = current_world().control.broadcast_object(replaced)
+
+    def look() -> bool:
+        saved = [name for name in Manifest.read(checkpoint).files if name.startswith("model")]
+        return index.name not in saved and index.exists() and not all((checkpoint / name).exists() for name in saved)
+
+    replaced = _on_first_rank(checkpoint, look)
     if replaced and current_world().rank == 0:
         _log.warning(
             "The weights in the checkpoint %s are not those that were saved: weight files are missing, and the index "
@@ -629,7 +662,7 @@ def _weights_may_be_replaced(checkpoint: Path) -> bool:
     The result is False if complete.json exists, because its checksums have already been compared with the files.
     Otherwise it is True, and rank 0 logs a warning. Collective: every rank must call it.
     """
-    replaced = current_world().control.broadcast_object(not (checkpoint / ADDED).exists())
+    replaced = not has_file(checkpoint, ADDED)
     if replaced and current_world().rank == 0:
         _log.warning(
             "The checkpoint %s has no %s with the checksums of its files, so it is unknown whether its weight files "

@@ -12,7 +12,7 @@ from ..checkpoint.load_state import load_state
 from ..checkpoint.manifest import NAME as MANIFEST
 from ..engine.base.arguments import expect_kind
 from .callback import BMTrainCallback
-from .checkpoints import find_damage, newest_complete, writes_own_weights
+from .checkpoints import find_damage, has_file, newest_complete, writes_own_weights
 from .speed import ParameterCount
 
 _Base: Any = transformers.Trainer
@@ -86,7 +86,7 @@ class TrainerMixin:
         given: Any = resume_from_checkpoint
         if given is True:
             given = newest_complete(self.args.output_dir) or True
-        elif isinstance(given, (str, Path)) and (Path(given) / MANIFEST).exists():
+        elif isinstance(given, (str, Path)) and has_file(given, MANIFEST):
             problem = find_damage(Path(given))
             if problem is not None:
                 raise RuntimeError(
@@ -110,9 +110,9 @@ class TrainerMixin:
             model: passed to the trainer's own method.
         """
         folder = Path(resume_from_checkpoint)
-        if not ((folder / MANIFEST).exists() and writes_own_weights(self.model)):
+        if not (has_file(folder, MANIFEST) and writes_own_weights(self.model)):
             super()._load_from_checkpoint(resume_from_checkpoint, model)  # pyright: ignore[reportAttributeAccessIssue]
-        elif not (folder / "optimizer.pt").exists():
+        elif not has_file(folder, "optimizer.pt"):
             load_state(folder, self.model, random=False)
 
     def _callbacks(self) -> list[BMTrainCallback]:

@@ -20,6 +20,8 @@ import jobs
 from cases import full, in_full, rows_in_full
 from hf_bmtrain.checkpoint.__main__ import verify
 from hf_bmtrain.checkpoint.folder import find
+from hf_bmtrain.checkpoint.manifest import Damaged, Manifest
+from hf_bmtrain.hf import checkpoints
 from hf_bmtrain.hf.calling_trainer import calling_trainer
 from hf_bmtrain.hf.checkpoints import set_aside_incomplete
 from hf_bmtrain.hf.termination import Termination
@@ -447,6 +449,50 @@ def test_a_damaged_checkpoint_is_passed_over(world, tmp_path, how):
     resumed = world(2)(run, str(tmp_path), given, options, True)[0]
     assert losses(resumed["history"], "grad_norm") == losses(whole["history"], "grad_norm")
     assert (tmp_path / "incomplete-checkpoint-4").is_dir() == (how != "flipped")
+
+
+def resumed_where(folder, given, options, resume, hidden):
+    """Rank 1 does not see files of these names yet, as on a network file system that caches what a folder lacks."""
+    exists = Path.exists
+    unseen = hidden if bmt.rank() == 1 else ()
+    with mock.patch.object(Path, "exists", lambda path: path.name not in unseen and exists(path)):
+        return run(folder, given, options, resume)
+
+
+@pytest.mark.parametrize(
+    ("resume", "only_model"), [("newest", False), *rows_in_full([("given", False), ("newest", True), ("given", True)])]
+)
+def test_ranks_that_do_not_see_all_files_yet(world, tmp_path, resume, only_model):
+    given = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2, "save_only_model": only_model}
+    world(2)(run, str(tmp_path), given, OURS)
+    shutil.rmtree(tmp_path / "checkpoint-4")
+    start = True if resume == "newest" else str(tmp_path / "checkpoint-2")
+    whole = world(2)(run, str(tmp_path), given, OURS, start)[0]
+    shutil.rmtree(tmp_path / "checkpoint-4")
+    late = world(2)(resumed_where, str(tmp_path), given, OURS, start, ("manifest.json", "optimizer.pt"))[0]
+    assert losses(late["history"], "grad_norm") == losses(whole["history"], "grad_norm")
+
+
+def resumed_without(folder, given, options, resume):
+    isfile = os.path.isfile
+    lost = "optimizer.pt" if bmt.rank() == 1 else None
+    with mock.patch.object(os.path, "isfile", lambda path: os.path.basename(path) != lost and isfile(path)):
+        resume_errors(folder, given, options, resume, r"optimizer.pt .* loaded on 1 of 2 ranks, but not on rank 1\.")
+
+
+def unread(checkpoint):
+    """The file is lost on one rank after it was verified."""
+    read = mock.Mock(side_effect=Damaged("it is gone")) if bmt.rank() == 0 else Manifest.read
+    with mock.patch.object(checkpoints, "Manifest", mock.Mock(read=read)):
+        with pytest.raises(RuntimeError, match="checkpoint-2 could not be read. rank 0: Damaged: it is gone$"):
+            checkpoints._weights_were_replaced(Path(checkpoint))
+
+
+def test_one_rank_cannot_read_what_another_reads(world, tmp_path):
+    given, options = {"save_strategy": "steps", "save_steps": 2}, {"make_optimizer": bmt_adam}
+    world(2)(run, str(tmp_path), given, options)
+    world(2)(resumed_without, str(tmp_path), given, options, str(tmp_path / "checkpoint-2"))
+    world(2)(unread, str(tmp_path / "checkpoint-2"))
 
 
 class Table:

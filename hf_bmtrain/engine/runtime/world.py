@@ -288,6 +288,26 @@ class World:
             problem = f"{type(error).__name__}: {error}"
         self.raise_everywhere(what, problem)
 
+    def on_first_rank(self, what: str, call: Callable[[], Any]) -> Any:
+        """Call a function on rank 0 only, and return its result on all ranks.
+
+        Used for decisions that depend on files, because a network file system may show files to some ranks later than
+        to others. Collective: every rank must call it. The function must not be collective.
+
+        Args:
+            what: the beginning of the error message, such as the operation that failed.
+            call: a function without arguments. Its result must be picklable.
+
+        Returns:
+            The result of `call` on rank 0.
+
+        Raises:
+            RuntimeError: on every rank, if `call` has raised an Exception on rank 0. The message contains it.
+        """
+        with self.raising_everywhere(what):
+            found = call() if self.rank == 0 else None
+        return self.control.broadcast_object(found)
+
 
 _world: World | None = None
 

@@ -12,6 +12,7 @@ import torch
 from ..engine.base.arguments import expect_kind, expect_module
 from ..engine.base.torch_internals import unwrapped
 from ..engine.optim.adam import AdamOptimizer
+from ..engine.optim.compat import keeps_state
 from ..engine.optim.state import divide_state, save_state
 from ..engine.runtime.world import current_world
 from ..engine.sharding.parameter import DistributedParameter
@@ -61,8 +62,9 @@ class DCPState:
 
     Args:
         model: the model; its complete state dict is saved.
-        optimizer: an AdamOptimizer, another optimizer after its first step, or a wrapper of such an optimizer. None
-            saves and loads only the model.
+        optimizer: an AdamOptimizer, another optimizer after its first step, or a wrapper of such an optimizer. An
+            optimizer that never has state, such as SGD without momentum, needs no step before. None saves and loads
+            only the model.
 
     Raises:
         RuntimeError: torch is older than 2.15.
@@ -157,7 +159,7 @@ class DCPState:
 
         Collective: every rank must call it. The result has the format of the function `get_optimizer_state_dict` in
         torch.distributed.checkpoint.state_dict. Raises RuntimeError if there is no state yet, unless `optimizer` is an
-        AdamOptimizer.
+        AdamOptimizer, or never has state.
         """
         world, inner = current_world(), unwrapped(optimizer)
         with world.raising_everywhere("DCPState.state_dict"):
@@ -171,7 +173,7 @@ class DCPState:
             for name, parameter in parameters.items():
                 if parameter.requires_grad and name not in held:  # no step yet: make tensors to load into
                     held[name] = _before_first_step(parameter)
-        elif not held:
+        elif not held and keeps_state(inner):
             raise RuntimeError(
                 f"{type(optimizer).__name__} has no state before its first step, so DCP can neither save nor load it. "
                 "To make it, run a forward and a backward, and call step() with lr=0. bmt.optim.AdamOptimizer does not "

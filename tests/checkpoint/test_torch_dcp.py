@@ -66,6 +66,33 @@ def test_groups_are_those_that_were_saved():
             state((0.1, ["0.weight", "1.weight", "0.bias", "1.bias"])).load_state_dict(saved)
 
 
+@pytest.mark.parametrize("steps", [0, *in_full(2)])
+@on_ranks(1)
+def test_optimizers_without_state(folder, steps):
+    """SGD without momentum never has state; with momentum, it has none where no parameter had a gradient."""
+
+    def state(momentum, lr, steps):
+        model = bmt.auto_wrap(nn.Sequential(nn.Linear(4, 4)))
+        optimizer = torch.optim.SGD(model.parameters(), lr=lr, momentum=momentum)
+        for _ in range(steps):
+            model(torch.ones(2, 4)).sum().backward()
+            optimizer.step()
+        return bmt.DCPState(model, optimizer), model, optimizer
+
+    with mock.patch.object(dcp, "CheckpointableTensor", torch.Tensor, create=True):
+        saved, model, _ = state(0, 0.5, steps)
+        dcp.save({"app": saved}, checkpoint_id=folder)
+        other, loaded, optimizer = state(0, 0.1, 0)
+        dcp.load({"app": other}, checkpoint_id=folder)
+        check_equal(loaded.state_dict(), model.state_dict())
+        assert optimizer.param_groups[0]["lr"] == 0.5
+        other, _, optimizer = state(0.9, 0.1, 0)
+        for _ in range(2):
+            with pytest.raises(RuntimeError, match="SGD has no state before its first step"):
+                other.state_dict()
+            optimizer.step()
+
+
 class Counting(torch.optim.AdamW):
     """Its state_dict() has an entry of its own."""
 

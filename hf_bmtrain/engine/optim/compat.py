@@ -64,10 +64,31 @@ def check(optimizer: torch.optim.Optimizer) -> FullState | None:
     _check_averaged(optimizer, [p for p in parameters if not isinstance(p, DistributedParameter)])
     # Try each group once, when it is new: later its options may contain state of the training, such as a step counter.
     new = [group for group in optimizer.param_groups if all(group is not each for each in full_state.checked_groups)]
-    if type(optimizer).__module__.split(".")[0] != __name__.split(".")[0]:  # our own optimizers are known to work
+    ours = type(optimizer).__module__.split(".")[0] == __name__.split(".")[0]  # these are known to work
+    if new and not ours:
         _check_element_wise(optimizer, new, slices[0].device)
     full_state.checked_groups += new
     return full_state
+
+
+def keeps_state(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether a step gives `optimizer` state. SGD without momentum, for example, never has any.
+
+    New optimizers of the same class, one for each parameter group, make a step on a small matrix. If one of them
+    cannot, the result is True. Not collective.
+
+    Args:
+        optimizer: the optimizer, which does not change.
+    """
+    for group in optimizer.param_groups:
+        for first in group["params"][:1]:  # a group may be empty
+            parameter = torch.nn.Parameter(torch.zeros(_ROWS, _COLUMNS, dtype=torch.float32, device=first.device))
+            try:
+                if _train(optimizer, group, parameter, [torch.ones_like(parameter)]).state:
+                    return True
+            except Exception:  # as in `_check_element_wise`, it may not be possible to construct another one
+                return True
+    return False
 
 
 def _check_averaged(optimizer: torch.optim.Optimizer, ordinary: Sequence[torch.nn.Parameter]) -> None:
@@ -374,8 +395,10 @@ def _movement(optimizer: Any, group: dict, start: torch.Tensor, gradients: list[
     return parameter.detach() - start
 
 
-def _train(optimizer: Any, group: dict, parameter: torch.nn.Parameter, gradients: Sequence[torch.Tensor]) -> None:
+def _train(optimizer: Any, group: dict, parameter: torch.nn.Parameter, gradients: Sequence[torch.Tensor]) -> Any:
     """Update `parameter` once for each gradient, with a new optimizer of the same class and the options of `group`.
+
+    Returns the new optimizer.
 
     optimizer: the optimizer to test, which does not change. The new optimizer is of its class.
     group: the parameter group whose options the new optimizer gets, except "params" and "lr".
@@ -403,3 +426,4 @@ def _train(optimizer: Any, group: dict, parameter: torch.nn.Parameter, gradients
             twin.step(lambda: torch.zeros((), dtype=torch.float32, device=parameter.device))
         else:
             twin.step()
+    return twin

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 import itertools
+import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -195,6 +196,11 @@ def saved_as(parameter: DistributedParameter) -> tuple[tuple[int, ...], int]:
     """
     shape, first = parameter.buffer.storage.saved_as(parameter.index)
     return tuple(shape), first
+
+
+def may_be_stack(one: Sequence[int], other: Sequence[int]) -> bool:
+    """Return whether two shapes of a weight may differ because one is that of a stack of parts (see `saved_as`)."""
+    return len(one) != len(other) and math.prod(one) == math.prod(other)
 
 
 def write_full(target: torch.Tensor, values: torch.Tensor) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -24,6 +23,7 @@ from .entries import (
     file_base,
     has_trained_only,
     listed,
+    may_be_stack,
     model_entries,
     named,
     named_persistent_buffers,
@@ -535,5 +535,5 @@ def _hint(shapes: list[tuple[tuple[int, ...], tuple[int, ...]]]) -> str:
 
     shapes: for each tensor, its shapes in the checkpoint and in the model, in either order.
     """
-    stacked = any(len(one) != len(other) and math.prod(one) == math.prod(other) for one, other in shapes)
+    stacked = any(may_be_stack(*pair) for pair in shapes)
     return ". If weights are split by columns, tp_size must be the same as in the saving job" if stacked else ""

@@ -12,7 +12,7 @@ from tqdm import tqdm
 
 from ..engine.base.files import staged_folder
 from . import small_state
-from .entries import MODEL, TRAINED, has_trained_only
+from .entries import MODEL, TRAINED, has_trained_only, may_be_stack
 from .folder import PREFIXES, Found, check_space, write_manifest
 from .header import Damaged, StoredTensor, TensorSpec, find_tensors, plan_files, read_header
 from .manifest import NAME as MANIFEST
@@ -44,7 +44,7 @@ def merge(checkpoint: Found, output: Path, limit: int, with_optimizer: bool, bas
     In two cases, `from_pretrained` cannot load the folder. First, neither the checkpoint nor `base` has a config.json;
     checkpoints of PEFT models have none. Second, the model was trained with a `tp_size` that has split some weights on
     their columns. `save_state` stores these weights as (tp_size, rows, columns / tp_size), and `merge` keeps this
-    shape.
+    shape. With `base`, in which they have another shape, it raises ValueError.
 
     Only one tensor is in memory at a time. All bytes that are read are compared with their checksums, if they have any.
     The folder is written under a temporary name, flushed to disk and renamed into place. If `merge` is killed, the next
@@ -213,15 +213,22 @@ def _overlay(
             "of a base model, load the checkpoint into the model with adapters instead (bmt.load_state). Then call the "
             "model's save_pretrained to save only the adapters, or merge_and_unload() first, to save the merged model"
         )
-    shapes = [
-        f"{name} {mine.stored.shape} (in --base {base[name].stored.shape})"
+    shapes = {
+        name: (mine.stored.shape, base[name].stored.shape)
         for name, mine in trained.items()
         if mine.stored.shape != base[name].stored.shape
-    ]
+    }
     if shapes:
+        told = "; ".join(f"{name} {mine} (in --base {theirs})" for name, (mine, theirs) in [*shapes.items()][:5])
+        stacks = [name for name, pair in shapes.items() if may_be_stack(*pair)]
+        hint = (
+            f". If tp_size has split {stacks[0]} by columns, the checkpoint has it as (tp_size, rows, columns / "
+            "tp_size), which merge cannot join: load the checkpoint with bmt.load_state, in a job with the same "
+            "tp_size. Then write the whole weights with bmt.save"
+        )
         raise ValueError(
-            f"{len(shapes)} trained tensors do not have the shapes of --base: {'; '.join(shapes[:5])}. Pass the model "
-            "from which training started as --base"
+            f"{len(shapes)} trained tensors do not have the shapes of --base: {told}. Pass the model from which "
+            f"training started as --base{hint if stacks else ''}"
         )
     notes, kinds = [], {(base[name].stored.dtype, mine.stored.dtype) for name, mine in trained.items()}
     for old, new in sorted((pair for pair in kinds if pair[0] != pair[1]), key=str):

@@ -10,6 +10,7 @@ import pytest
 import safetensors.torch
 import torch
 
+import hf_bmtrain as bmt
 from cases import full, rows_in_full
 from hf_bmtrain.checkpoint import __main__ as command
 from hf_bmtrain.checkpoint.header import read_header
@@ -160,6 +161,21 @@ def test_wrong_bases(world, tmp_path, merge):
         with pytest.raises(AssertionError, match=message):
             raise AssertionError(merge(tmp_path / "run", "--base", tmp_path / name)[0])
     assert names(tmp_path / "run") == [".lock", "checkpoint-1"]
+
+
+def save_stack(folder):
+    """As with tp_size=2, a weight that is split by columns."""
+    model = torch.nn.Linear(4, 3, bias=False)
+    safetensors.torch.save_file(dict(model.state_dict()), f"{folder}/base.safetensors")
+    model.weight = torch.nn.Parameter(torch.stack(model.weight.detach().chunk(2, 1)))
+    bmt.save_state(f"{folder}/run", model, step=1, trained_only=True)
+
+
+def test_a_stack_of_parts_over_a_base(world, tmp_path, merge):
+    world(1)(save_stack, str(tmp_path))
+    status, _ = merge(tmp_path / "run", "--base", tmp_path / "base.safetensors")
+    assert r"weight (2, 3, 2) (in --base (3, 4)). Pass the model " in status
+    assert status.endswith("Then write the whole weights with bmt.save")
 
 
 # -- damage and full disks ------------------------------------------------------------------------------------------

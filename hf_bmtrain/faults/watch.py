@@ -407,9 +407,9 @@ class Watch(Monitor):
         os._exit(1)
 
     def _is_told(self, seconds: float) -> bool:
-        """Wait at most `seconds` until this rank's program raises the error with which every rank must stop.
+        """Wait at most `seconds` for this rank's program to raise the error that stops all ranks.
 
-        Returns True if the program raises it, ends, or calls `stop` in this time, and otherwise False.
+        Returns True if, in this time, the program raises the error, ends, or calls `stop`. Otherwise returns False.
         """
         end = time.monotonic() + seconds
         while time.monotonic() < end:
@@ -519,10 +519,10 @@ class Watch(Monitor):
         return self._last_seen(rank, status) if status is not None and condition(status.pid) == "gone" else ""
 
     def _last_seen(self, rank: int, status: Status) -> str:
-        """Return a clause about a rank that issues no more collectives: its last line of the program, and the reason.
+        """Return a clause about a rank that issues no more collectives: where it was last seen, and why it issues none.
 
-        If the rank's program has ended, the clause says only how it ended. The line of the program in its status may be
-        a second old, and `Status.ended` already names the line at which an error was raised.
+        "Where" is a line of the program. If the rank's program has ended, the clause says only how it ended: the line
+        in the status may be a second old, and `Status.ended` already names the line that raised an error.
         """
         if status.ended:
             return f"rank {rank} {status.ended}"

@@ -285,9 +285,9 @@ def _leave_containers(
 ) -> tuple[tuple, dict, Sequence[torch.Tensor], Containers]:
     """Do the work of `leave_backward` if the layer's arguments include lists, dicts or objects.
 
-    The tensors that require a gradient are replaced by tensors whose backward calls `after()`. In lists, dicts and
-    objects, they are replaced in place, until `Containers.restore` puts the originals back. Return the new `args` and
-    `kwargs`, the new tensors in them, and the mutable containers among the arguments.
+    The tensors that require a gradient are replaced by the outputs of one autograd node, whose backward calls `after()`
+    once. In lists, dicts and objects, they are replaced in place, until `Containers.restore` puts the originals back.
+    Return the new `args` and `kwargs`, the new tensors in them, and the mutable containers among the arguments.
 
     after: the function to call at the end of the layer's backward.
     args, kwargs: the layer's arguments.

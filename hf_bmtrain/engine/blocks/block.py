@@ -106,8 +106,8 @@ class CheckpointBlock(ShardedModule):
             state.own_forward = state.eager_forward  # compile the layer's forward again, not the compiled function
         state.eager_forward = state.own_forward
         make = current_world().layer_features.compile
-        # `state` refers to the function `recomputed` (through `graphs`). This reference to `state` is weak, because a
-        # strong one would form a reference cycle.
+        # The function `recomputed` below has only a weak reference to `state`. `state` refers to `recomputed` (through
+        # `graphs`), so a strong reference would form a cycle.
         owner = weakref.ref(state)
 
         def recomputed(function: Callable) -> Callable:

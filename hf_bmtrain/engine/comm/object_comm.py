@@ -186,8 +186,8 @@ class ObjectComm:
     def post(self, key: str, text: str) -> None:
         """Append a string to a list in a key-value store, where all ranks can read the list with `read_posts`.
 
-        Not collective. So a rank can post something that concerns only some ranks, such as the parameters that it did
-        not use in a backward. With one rank, nothing is stored.
+        Not collective, so only those ranks need call it that have something to post, such as the parameters that they
+        did not use in a backward. With one rank, nothing is stored.
 
         Args:
             key: the key of the list. All ranks may append to the same list.

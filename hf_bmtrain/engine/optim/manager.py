@@ -475,8 +475,8 @@ class OptimManager:
                 self.loss_scale_steps,
             )
             self._scale.clamp_(*self._bounds)
-        # 5. Start to copy the skip flag to the host, which reads it when it completes the step: usually in the next
-        # `backward` or, on the CPU, below.
+        # 5. Start to copy the skip flag to the host. It is read when the step is completed: usually in the next
+        # `backward`, but below if the flag is on the CPU.
         self._skipped = HostFlag(self._found_inf)
         self._parameters = [p for o in self.optimizers for group in o.param_groups for p in group["params"]]
         updated = list(self._updated.values())
@@ -899,7 +899,7 @@ def _with_gradient(optimizer: torch.optim.Optimizer) -> list:
 
 
 def _refuse_sharing(members: dict[torch.optim.Optimizer, list[torch.nn.Parameter]]) -> None:
-    """Raise ValueError if two optimizers have the same parameter, because each would divide or clip its gradient.
+    """Raise ValueError if two optimizers share a parameter. Its gradient would be unscaled and clipped twice.
 
     Each step checks this, because groups may be added to an optimizer, and parameters unfrozen, between steps.
 
@@ -913,8 +913,9 @@ def _refuse_sharing(members: dict[torch.optim.Optimizer, list[torch.nn.Parameter
             name = f"a parameter of shape {tuple(shared[0].shape)}" if origin is None else origin.path
             raise ValueError(
                 f"OptimManager.step: two optimizers, {type(other).__name__} and {type(optimizer).__name__}, share "
-                f"{name}{f' and {len(shared) - 1} more' if len(shared) > 1 else ''}. Each of them would divide its "
-                "gradient by the loss scale, or multiply it to clip it. Give each parameter to one optimizer only."
+                f"{name}{f' and {len(shared) - 1} more' if len(shared) > 1 else ''}. Each of them would divide "
+                "the gradient by the loss scale and clip it, which must be done only once. Give each parameter to one "
+                "optimizer."
             )
         seen.update(dict.fromkeys(parameters, optimizer))
 

@@ -234,8 +234,8 @@ class StateTensors(NamedTuple):
     Attributes:
         master: the float32 masters of half-precision weights, or their int16 residuals (the differences between masters
             and weights). None for float32 weights, which are their own masters.
-        exp_avg: the first moment (or the momentum of an optimizer without a second moment), float32 or bfloat16; or
-            both moments in 8 bits.
+        exp_avg: the first moment (or the momentum of an optimizer without a second moment), float32 or bfloat16. With
+            `state_bits=8`, both moments instead (`Moments`), each with 8 bits per element.
         exp_avg_sq: the second moment, float32. None if the optimizer has none, or if both moments are in `exp_avg`.
             The moment itself is never negative. If `master` contains residuals, a negative sign of an element marks
             that its residual is 32768, which int16 cannot represent.

@@ -641,12 +641,12 @@ def _smallest_copied(
 def _hindrance(
     device: torch.device, members: Sequence[int], hosts: Groups, exchange: Callable[[Any], list[Any]]
 ) -> str | None:
-    """Return the reason why the ranks `members` cannot access each other's memory, or None if they can.
+    """Return the reason why the ranks of a shard group cannot access each other's memory, or None if they can.
 
-    Collective: all ranks must call it, not only `members`. The result is equal on all ranks.
+    Collective: every rank must call it, with the members of its own shard group. The result is equal on all ranks.
 
     device: this rank's device.
-    members: the ranks between which the shards are divided, including this rank.
+    members: the ranks between which this rank's shards are divided, including this rank.
     hosts: the ranks of each host.
     exchange: a collective function that takes any object and returns the objects of all ranks, in rank order.
     """

@@ -215,8 +215,8 @@ class ShardedBuffer:
         """Keep the memory of the full buffer when the buffer is resharded, so that its address does not change.
 
         A CUDA graph needs this: it always reads the full parameters at the addresses they had when the graph was
-        recorded. `gather` still fills the memory again after each `reshard`. If a later `route` sets another `target`,
-        the memory of that target is kept instead.
+        recorded. `gather` still fills the memory again after each `reshard`. If `route` later sets another `target`
+        (the memory that `gather` fills), the address changes, and from then on the memory of the new target is kept.
         """
         self.keeps_address = True
         if self._target is not None:
@@ -421,7 +421,7 @@ class ShardedBuffer:
 
 
 def _attributes(parameter: torch.nn.Parameter) -> dict[str, Any]:
-    """Return the attributes of a parameter that its local and full versions get: those set to a number, bool or str.
+    """Return the attributes to copy from a parameter to its local and full parameters: numbers, bools and strings.
 
     This is the parameter's entry in `ShardedBuffer.attributes`. It is empty for a subclass of torch.nn.Parameter.
     """

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class _Saved:
-    """A view of a full parameter that autograd has saved. This object exists as long as backward may need the view."""
+    """Stands for a view of a full parameter that autograd has saved. It lives as long as backward may need the view."""
 
     def __init__(self, view: torch.Tensor) -> None:
         self.view = view

@@ -41,7 +41,7 @@ class Aliases:
 
     @staticmethod
     def note(tensor: Any, alias: Any) -> None:
-        """Register `alias`, a new ShardTensor that shares the memory of `tensor`, an owner or another alias."""
+        """Register `alias`, a new ShardTensor that shares the memory of `tensor`. `tensor` may be an alias itself."""
         if is_tracing():  # torch.compile cannot trace weak references
             return
         if tensor.aliases is None:

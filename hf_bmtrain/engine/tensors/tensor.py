@@ -695,9 +695,10 @@ class _Call:
     def _write_ordinary(self, target: Any, like: Any, operands: dict[int, Any]) -> Any:
         """Apply an in-place function to a plain tensor and sharded ones, as in `plain.add_(sharded)`.
 
-        If the plain tensor has the shape (n,) of this rank's elements, the function acts on these elements. Otherwise
-        it acts on full tensors, which is collective: every rank must call it. If the sharded tensors have fewer than
-        two dimensions, this method is collective in both cases.
+        If the plain tensor has the shape (n,), where n is the number of elements that this rank stores, the function
+        acts on these elements. Otherwise it acts on full tensors, which is collective: every rank must call it. If the
+        sharded tensors have fewer than two dimensions, this method is always collective, because (n,) may be the full
+        shape on another rank.
 
         Args:
             target: the plain tensor, to which the function writes.

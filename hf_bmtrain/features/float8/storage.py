@@ -287,8 +287,8 @@ class Float8Storage(Storage):
                 name = "a parameter" if origin is None else f"'{origin.path}'"
                 raise RuntimeError(
                     f"rank {self.buffer.rank} received wrong values of {name}, shape {tuple(full.shape)}: after an "
-                    "all-gather in float8, they differ from those of an all-gather in the parameter's own dtype (for "
-                    "weights, rounded to float8). Leave out float8 on this machine, and report this error."
+                    "all-gather in float8, they differ from the values of an all-gather in the parameter's own dtype "
+                    "(rounded to float8, for weights). Leave out float8 on this machine, and report this error."
                 )
 
     def _make_factors(self) -> None:

@@ -161,8 +161,8 @@ def add_products(y: Tensor, us: list[Tensor], factors: list[Tensor], scalings: l
         us, factors = [torch.cat(us, 1)], [torch.cat(factors)]
         scalings = scalings[:1]
     for u, factor, scaling in zip(us, factors, scalings, strict=True):
-        # Compiled code does not change y in place: y is the output of an autograd.Function, and if torch 2.11 compiles
-        # a function that changes its output in place, the gradients become zero.
+        # Compiled code must not change y in place: LoraProduct returns y, and if torch 2.11 compiles an
+        # autograd.Function that changes its output in place, the gradients become zero.
         add = torch.addmm if torch.compiler.is_compiling() else Tensor.addmm_
         y = add(y, u, factor, alpha=scaling)
     return y

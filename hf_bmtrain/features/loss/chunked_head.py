@@ -165,9 +165,9 @@ class UnbornLogits:
     def _born(self, asked: str) -> torch.Tensor:
         """Return the full logits, and compute them first if necessary.
 
-        Called when the model applies an operation that this class does not support. Raises NotImplementedError if the
-        operation modifies the logits in place, and another UnbornLogits represents logits in the same memory (see
-        `_view`): the operation should change those logits, too, but would not.
+        Called when the model applies an operation that this class does not support. Raises NotImplementedError for an
+        in-place operation if another UnbornLogits is a view of the same logits (see `_view`), because the view would
+        not change with them.
 
         asked: the name of the operation. It is logged only the first time that full logits are computed.
         """

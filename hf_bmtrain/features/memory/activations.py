@@ -142,8 +142,8 @@ class AutoCheckpoint(Recompute):
         block to stay unsharded, for one of two reasons:
 
         * The block's ZeRO level is 2, so the block stays unsharded anyway.
-        * More than half of the bytes are frozen parameters, and any model has keep_frozen="auto", which may use the
-          memory better (see `Activations.beside_residents`).
+        * More than half of the bytes are frozen parameters, and at least one model has keep_frozen="auto". That
+          setting may use the memory better (see `Activations.beside_residents`).
         """
         if self.block.zero_level == 2:
             return 0

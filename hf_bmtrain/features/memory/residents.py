@@ -342,7 +342,7 @@ class Residents:
     def reshard(self) -> None:
         """Free the full buffers that were kept unsharded between steps, because a forward may need their memory.
 
-        Called at the start of a forward without gradients, and of a training forward that must be measured. The next
+        Called at the start of a forward without gradients, and of a training forward whose memory is measured. The next
         training forward may make the same buffers resident (unsharded between steps) again.
 
         If the forward runs inside the forward of a block of another model, the full buffers are not freed at once. But

@@ -297,12 +297,13 @@ class _Comparison:
         return total / self._world.size
 
     def of_update(self, full_params: Wholes, make: MakeOptimizer) -> None:
-        """Step one optimizer over the shards and another over the full parameters, and compare the weight updates.
+        """Make a step with one optimizer on the shards, and with another on full parameters. Compare their updates.
 
         Collective: every rank must call it.
 
         Args:
-            full_params: {local parameter: full parameter}, with the sharded step's gradients in `.grad`.
+            full_params: {local parameter: full parameter}. The `.grad` of each full parameter is the full gradient that
+                the sharded model has computed.
             make: a function that returns an optimizer for a list of parameters.
         """
         trained = [sharded for sharded in full_params if sharded.requires_grad]

@@ -134,8 +134,8 @@ def merge(ranks: Sequence[Sequence[Difference]]) -> tuple[Difference, ...]:
                 (a, b) for a, b in zip([*names[0], "nothing"], [*own, "nothing"]) if a != b
             )  # "nothing" ends each list, so that a shorter list differs at its end
             raise RuntimeError(
-                f"check_parity: the ranks called different modules: first, rank 0 compared {mine}, but rank {rank} "
-                f"{theirs}. Every rank must call the same modules in the same order."
+                f"check_parity: the ranks called different modules. At the first difference, rank 0 compared {mine}, "
+                f"but rank {rank} compared {theirs}. Every rank must call the same modules in the same order."
             )
     merged = []
     for same in zip(*ranks):

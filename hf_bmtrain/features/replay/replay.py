@@ -423,7 +423,7 @@ class Buffers:
 
     @torch.no_grad()
     def restore(self) -> None:
-        """Put the saved buffers back into the modules, with their saved values. All buffers must have been copied."""
+        """Put the saved buffers back into the modules, with their saved values. All values must have been saved."""
         for buffers, saved in zip(self.dicts, self._saved):
             if not _same_items(buffers, saved):
                 _fill(buffers, saved)
@@ -493,8 +493,8 @@ class Snapshot:
         arguments: the items of the mutable containers (lists, dicts, caches) in the forward's arguments. Tensors among
             them are not copied.
         generators: the states of random generators.
-        hooks: forward hooks. `Snapshot.of` saves none, so `Snapshot.restore` leaves all hooks as they are, including
-            those that its caller has registered in the meantime.
+        hooks: forward hooks. Empty in a snapshot of `Snapshot.of`: its `restore` leaves all hooks as they are, also
+            those that were registered after `Snapshot.of`.
     """
 
     def __init__(
@@ -686,8 +686,8 @@ class Attributes:
     Attributes:
         buffers: the attribute `_buffers` of each module.
         norms: the indices of batch and instance norms among the modules. In training mode, they write their buffers.
-        hooks: the dicts in which the modules inside the layer (not the layer itself) store their forward hooks and the
-            options of these hooks, in one list. This list is the argument of `Hooks`.
+        hooks: one list of all dicts in which the modules inside the layer (not the layer itself) store their forward
+            hooks and the options of these hooks. This list is the argument of `Hooks`.
         generators: the random generators in the attributes, also inside containers and tuples.
     """
 

@@ -189,7 +189,7 @@ def parts_without_rows(model: Any, number: int) -> AbstractContextManager[None]:
 
 
 def count_parts_without_rows(model: Any) -> int:
-    """Return the `number` that was passed to `parts_without_rows` for `model`; 0 if this context is not active."""
+    """Return the `number` of the context manager `parts_without_rows` that is active for `model`, or 0 if none is."""
     return vars(base_of(model)).get(_WITHOUT_ROWS, 0)
 
 

@@ -60,14 +60,14 @@ def follow_short_batch(trainer: transformers.Trainer) -> None:
         of_labels = is_sft(trainer, inputs)
         if of_labels and left is not None and left > 0 and rows_in(inputs) == _rows_of_rank(trainer):
             inputs, left = _ignore_repeated(inputs, left - group * _rows_of_rank(trainer)), None
-        # If a collator has concatenated this rank's rows into one, also set the labels of repeated rows to -100, and
-        # `left` to None.
+        # If a collator has concatenated this rank's rows into one, do the same in that row: set the labels of repeated
+        # rows to -100, and `left` to None.
         flattened = left is not None and left > 0 and _is_flattened(trainer, inputs)
         if flattened:
             own = _ignore_flattened(trainer, inputs, left or 0, of_labels)
             if all(world.gather_objects(own is not None)):
                 inputs, left = own, None
-        # `full` is whether the last batch has no repeated rows, although Accelerate treats it as short.
+        # `full` is True if Accelerate treats the last batch as short, but it has no repeated rows.
         full = left is not None and not flattened
         full = full and all(world.gather_objects(left == groups * (rows_in(inputs) or 0)))
         loss, logits, labels = plain(model, inputs, prediction_loss_only, *args, **kwargs)

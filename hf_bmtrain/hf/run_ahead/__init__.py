@@ -53,8 +53,8 @@ class RunAhead:
             return
         waits = []
         # One of these methods (which one depends on the release of transformers) calls `training_step`, and checks its
-        # loss for inf and nan. If the program overrides the method, it may use the loss in another way, so do not
-        # change the loss.
+        # loss for inf and nan. A method of the program that overrides it may also use the loss in other ways, so leave
+        # its loss as it is.
         if own := _own(trainer, ["_inner_training_loop", "_run_epoch"]):
             waits.append(f"reading each loss, which the program's own {own} may need")
         else:

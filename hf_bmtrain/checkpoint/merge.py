@@ -225,10 +225,12 @@ def _overlay(
             f". If tp_size has split {stacks[0]} by columns, the checkpoint has it as (tp_size, rows, columns / "
             "tp_size), which merge cannot join: load the checkpoint with bmt.load_state, in a job with the same "
             "tp_size. Then write the whole weights with bmt.save"
+            if stacks
+            else ""
         )
         raise ValueError(
             f"{len(shapes)} trained tensors do not have the shapes of --base: {told}. Pass the model from which "
-            f"training started as --base{hint if stacks else ''}"
+            f"training started as --base{hint}"
         )
     notes, kinds = [], {(base[name].stored.dtype, mine.stored.dtype) for name, mine in trained.items()}
     for old, new in sorted((pair for pair in kinds if pair[0] != pair[1]), key=str):

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 
 import hf_bmtrain as bmt
 from cases import by_default, full, in_full, rows_in_full
@@ -91,6 +91,45 @@ def test_optimizers_without_state(folder, steps):
             with pytest.raises(RuntimeError, match="SGD has no state before its first step"):
                 other.state_dict()
             optimizer.step()
+
+
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, *in_full(bmt.optim.AdamOptimizer)])
+@on_ranks(2, full=(1, 3))
+def test_rank_0_saves_what_get_state_dict_returns(folder, kind):
+    """torch's recipe for a full checkpoint, which sharded and, with torch's optimizers, plain models can load."""
+
+    def make(seed, kind, wrap):
+        torch.manual_seed(seed)
+        model = wrap(nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 1)))
+        return model, kind(model.parameters(), lr=0.1)
+
+    def step(model, optimizer):
+        model(torch.ones(2, 4)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    model, optimizer = make(0, kind, bmt.auto_wrap)
+    step(model, optimizer)
+    options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+    weights, state = get_state_dict(model, optimizer, options=options)
+    if bmt.rank() == 0:
+        torch.save([weights, state], f"{folder}/full.pt")
+    bmt.synchronize()
+    step(model, optimizer)
+    expected = model.state_dict()
+    plain = [lambda model: model] if kind is torch.optim.AdamW else []  # AdamOptimizer has other options
+    for wrap in [bmt.auto_wrap, *plain]:
+        loaded, other = make(1, kind, wrap)
+        weights, state = torch.load(f"{folder}/full.pt", weights_only=False)
+        set_state_dict(
+            loaded,
+            other,
+            model_state_dict=weights,
+            optim_state_dict=state,
+            options=StateDictOptions(full_state_dict=True),
+        )
+        step(loaded, other)
+        torch.testing.assert_close(dict(loaded.state_dict()), dict(expected))
 
 
 class Counting(torch.optim.AdamW):

@@ -90,18 +90,6 @@ def inside_reentrant_checkpoint() -> bool:
 functorch_transforms_active: Callable[[], bool] = _C._are_functorch_transforms_active
 """Return whether a transform of torch.func is active. There is no public equivalent."""
 
-
-def apply_function(function: type[torch.autograd.Function], *args: Any) -> Any:
-    """Return `function.apply(*args)`, but skip torch's checks for functorch, which take half the time of the call.
-
-    Inside a functorch transform, the checks run, because they raise torch's error for functions that do not support
-    transforms. They also run while torch.compile traces, because it supports only `function.apply`.
-    """
-    if torch.compiler.is_compiling() or functorch_transforms_active():
-        return function.apply(*args)
-    return super(torch.autograd.Function, function).apply(*args)  # pyright: ignore[reportAttributeAccessIssue]
-
-
 is_exporting: Callable[[], bool] = getattr(torch.compiler, "is_exporting", lambda: False)
 """Return whether torch.export is tracing. torch 2.7 added this function. With torch 2.6, it returns False, so
 exporting a sharded model fails with a less specific error."""

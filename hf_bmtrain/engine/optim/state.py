@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from itertools import chain
@@ -217,14 +218,18 @@ def _misfit(saved: dict[str, Any], world: World) -> str | None:
 
 
 class FullState:
-    """Lets `optimizer.state_dict()` return full tensors for Hugging Face Accelerate, and allows loading full tensors.
+    """Lets `optimizer.state_dict()` return full tensors where they are needed, and allows loading full tensors.
 
-    An optimizer over sharded parameters has a FullState as its attribute `full_state`. Accelerate saves only rank 0's
-    state dict and loads the file on every rank, so the file must contain full tensors. If the program uses an
-    `accelerate.Accelerator`, `state_dict()` therefore is collective and returns full tensors; `accelerator.save_state`
-    calls it on every rank. In other programs, `state_dict()` returns this rank's elements. Either kind of state dict
-    can be loaded: before the next step, a tensor with as many elements as the full parameter is replaced by this rank's
-    elements.
+    An optimizer over sharded parameters has a FullState as its attribute `full_state`. `state_dict()` is collective and
+    returns full tensors in two cases:
+
+    * The program uses a Hugging Face `accelerate.Accelerator`. `accelerator.save_state` calls `state_dict()` on every
+      rank, saves only rank 0's result, and loads the file on every rank.
+    * `get_state_dict` or another function of torch.distributed.checkpoint.state_dict calls `state_dict()`. With
+      `full_state_dict=True`, programs save only rank 0's result, too.
+
+    In other cases, `state_dict()` returns this rank's elements. Either kind of state dict can be loaded: before the
+    next step, a tensor with as many elements as the full parameter is replaced by this rank's elements.
 
     Args:
         optimizer: the optimizer. A hook that gathers the full tensors is registered on its `state_dict()`.
@@ -282,17 +287,28 @@ class FullState:
         if self._local or not state_dict["state"]:
             return None
         world = current_world()
-        if world.accelerator is None:
+        if world.accelerator is None and not _called_by("torch.distributed.checkpoint.state_dict"):
             return None
-        _log_once(
-            "optimizer.state_dict() gathers the full state in the host memory of every rank. To write sharded "
-            "checkpoints instead, call bmt.hf.shard_checkpoints(accelerator) before accelerator.save_state. A job that "
-            "is killed while saving then keeps its previous checkpoint, whereas Accelerate deletes the checkpoints "
-            "beyond total_limit before it writes."
-        )
+        if world.accelerator is not None:
+            _log_once(
+                "optimizer.state_dict() gathers the full state in the host memory of every rank. To write sharded "
+                "checkpoints instead, call bmt.hf.shard_checkpoints(accelerator) before accelerator.save_state. A job "
+                "that is killed while saving then keeps its previous checkpoint, whereas Accelerate deletes the "
+                "checkpoints beyond total_limit before it writes."
+            )
         world.barrier("optimizer.state_dict")
         check_keys(optimizer, state_dict["state"])
         return {**state_dict, "state": _gather(optimizer, state_dict, world, keep=True)[0]}
+
+
+def _called_by(module: str) -> bool:
+    """Return whether a function of the module with this name is on the call stack."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        if frame.f_globals.get("__name__") == module:
+            return True
+        frame = frame.f_back
+    return False
 
 
 def full_state_of(optimizer: torch.optim.Optimizer) -> FullState | None:
@@ -377,7 +393,7 @@ def own_part(parameter: torch.Tensor, name: str, value: Any) -> Any:
         f"{tuple(parameter.full_shape)} nor this rank's {stored_numel(parameter)} elements of it. It was saved for "
         "another model, or on another rank. Load the state that this rank saved, or a full state: "
         "OptimManager.state_dict(gather_opt=True), AdamOptimizer.state_dict(gather=True), or state_dict() of a torch "
-        "optimizer."
+        "optimizer of a model that is not sharded."
     )
 
 

@@ -36,13 +36,13 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from ...engine.base.torch_internals import (
-    apply_function,
     autocast_type,
     functorch_transforms_active,
     has_global_hooks,
     has_hooks,
     has_wide_products,
 )
+from ...engine.blocks.autograd import apply_function
 from ...engine.blocks.sharded_module import OnlyWhileSharded, extend_module
 from ...engine.tensors.backward import double_backward
 from .factors import (

@@ -87,7 +87,7 @@ def test_a_rank_that_comes_while_another_gives_up_is_there(monkeypatch):
 def test_a_rank_whose_connection_breaks_is_not_counted_twice(monkeypatch, method):
     """The store counts the rank, but the answer or the next request is lost, so the rank records its arrival again."""
     monkeypatch.setenv("HF_BMTRAIN_HANG_SECONDS", "0.5")
-    address, late, left = f"tcp://127.0.0.1:{free_port()}", (0.0, 0.0, 2.0), {}
+    address, late, left, stores = f"tcp://127.0.0.1:{free_port()}", (0.0, 0.0, 2.0), {}, []
     failing = {"add": "1", "compare_set": "2"}[method]  # the last rank alone calls compare_set
 
     def broken(store: TCPStore, *given):
@@ -104,7 +104,7 @@ def test_a_rank_whose_connection_breaks_is_not_counted_twice(monkeypatch, method
 
     def come(rank: int) -> None:
         time.sleep(late[rank])
-        meeting.meet(rank, len(late), timedelta(seconds=10), address)
+        stores.append(meeting.meet(rank, len(late), timedelta(seconds=10), address))  # rank 0's runs the server
         left[rank] = time.monotonic() - begun
 
     threads = [threading.Thread(target=come, args=(rank,), name=str(rank)) for rank in range(len(late))]

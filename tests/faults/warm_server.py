@@ -109,8 +109,12 @@ def serve(address: str) -> list[str]:
                     _end(statuses)
                 continue
             connection, _ = listening.accept()
-            with connection:
-                request = json.loads(connection.makefile().readline())
+            # A process that a test interrupts may end while it asks.
+            with connection, contextlib.suppress(ConnectionError):
+                line = connection.makefile().readline()
+                if not line:
+                    continue
+                request = json.loads(line)
                 while (ended := _ended()) is not None:
                     statuses[ended[0]] = ended[1]
                 if "poll" in request:

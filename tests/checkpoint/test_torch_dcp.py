@@ -14,6 +14,7 @@ import hf_bmtrain as bmt
 from cases import by_default, full, in_full, rows_in_full
 from hf_bmtrain.checkpoint.small_state import encode
 from hf_bmtrain.checkpoint.torch_dcp import _pack, boxes
+from hf_bmtrain.engine.optim import compat
 from ranks import on_ranks
 from resumable import Training
 from state_dicts import check_equal
@@ -130,6 +131,25 @@ def test_rank_0_saves_what_get_state_dict_returns(folder, kind):
         )
         step(loaded, other)
         torch.testing.assert_close(dict(loaded.state_dict()), dict(expected))
+
+
+@on_ranks(1)
+def test_an_optimizer_that_cannot_be_tried_counts_as_one_with_state():
+    """An error is safer than a checkpoint that lacks state, and the log says why."""
+
+    class Once(torch.optim.SGD):
+        def __init__(self, parameters):
+            super().__init__(parameters, lr=0.1)
+            if getattr(Once, "exists", False):
+                raise ValueError("there can be only one")
+            Once.exists = True
+
+    model = bmt.auto_wrap(nn.Sequential(nn.Linear(4, 4)))
+    optimizer = Once(model.parameters())
+    with mock.patch.object(compat._log, "warning") as warning:
+        assert compat.keeps_state(optimizer)
+    message, name, error = warning.call_args.args
+    assert "is assumed to keep state" in message and name == "Once" and "there can be only one" in str(error)
 
 
 class Counting(torch.optim.AdamW):

@@ -75,7 +75,7 @@ def keeps_state(optimizer: torch.optim.Optimizer) -> bool:
     """Return whether a step gives `optimizer` state. SGD without momentum, for example, never has any.
 
     New optimizers of the same class, one for each parameter group, make a step on a small matrix. If one of them
-    cannot, the result is True. Not collective.
+    raises an error, a warning with the error is logged, and the result is True. Not collective.
 
     Args:
         optimizer: the optimizer, which does not change.
@@ -86,7 +86,11 @@ def keeps_state(optimizer: torch.optim.Optimizer) -> bool:
             try:
                 if _train(optimizer, group, parameter, [torch.ones_like(parameter)]).state:
                     return True
-            except Exception:  # as in `_check_element_wise`, it may not be possible to construct another one
+            except Exception as error:
+                # An optimizer of another package may raise any error. Assume that it keeps state: the caller then
+                # raises an error, whereas the opposite could write a checkpoint without the state.
+                message = "%s could not be tested on a small matrix (%s), so it is assumed to keep state."
+                _log.warning(message, type(optimizer).__name__, error)
                 return True
     return False
 
